@@ -1,0 +1,2 @@
+# Install rules and the package file.
+# SPDX-License-Identifier: Apache-2.0

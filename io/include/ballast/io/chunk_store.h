@@ -1,0 +1,84 @@
+// ChunkStore: chunks of model states on durable storage. Each chunk is one aligned extent, in one or two slots (the
+// second for copy on write), striped over paths, one storage per path. It knows nothing of what the bytes mean.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <ballast/io/open_storage.h>
+
+namespace ballast::io {
+
+struct ChunkStoreOptions {
+  std::vector<std::string> paths;          // directories, made where missing
+  Backend backend = Backend::automatic;
+  StorageOptions storage;
+  std::uint32_t rank = 0;                  // part of the file name
+  std::uint32_t slots_per_chunk = 1;       // 1, or 2 for durable steps
+  std::vector<std::uint64_t> chunk_bytes;  // logical length of each chunk's extent; 0 where a chunk is not stored
+  std::array<std::uint8_t, 16> run_identity{};  // of this run; goes into the header
+  bool keep_on_close = false;              // false: the file is removed at a normal close
+  int lock_wait_ms = 10'000;
+  std::function<void(std::string)> note;   // one-line notes for people (back end, buffered I/O, leftovers); may be empty
+  // For tests and decorators: makes the storage of a path instead of open_storage().
+  std::function<OpenedStorage(Backend, const StorageOptions&, const std::string& path)> storage_factory;
+};
+
+// A transfer between a range of one chunk's extent and memory. Owned by the caller until handed back by poll().
+// begin_bytes and bytes are multiples of ChunkStore::alignment_bytes(), as is the address of data.
+struct Transfer {
+  Direction direction = Direction::read;
+  Priority priority = Priority::high;
+  std::uint32_t chunk = 0;
+  std::uint32_t slot = 0;
+  std::uint64_t begin_bytes = 0;
+  std::byte* data = nullptr;
+  std::uint64_t bytes = 0;
+  std::uint64_t tag = 0;
+  int error_number = 0;   // valid when handed back
+
+  Operation operation;    // the store's own
+};
+
+class ChunkStore {
+ public:
+  // Opens or makes the files, takes the lock (waiting lock_wait_ms for a dying holder), writes the header and reserves
+  // all space. Throws IoError naming the directory with wanted and free bytes (disk full), the holder of the lock, or
+  // the reason why a path is unusable. On failure it removes what it made.
+  explicit ChunkStore(ChunkStoreOptions options);
+  // Cancels, drains, closes; removes its files unless keep_on_close.
+  ~ChunkStore();
+  ChunkStore(const ChunkStore&) = delete;
+  ChunkStore& operator=(const ChunkStore&) = delete;
+
+  // The alignment that paths would ask for, before any store exists (directories are probed by a real direct write and
+  // read). At least 512. Throws IoError for an unusable path. Directories that it had to make are removed again.
+  static std::uint64_t probe_alignment_bytes(const std::vector<std::string>& paths);
+
+  bool register_memory(std::span<std::byte> memory, std::string* reason);
+  void submit(std::span<Transfer* const> transfers);
+  std::size_t poll(std::span<Transfer*> finished, bool wait);
+  std::size_t outstanding() const;
+
+  std::uint64_t alignment_bytes() const;
+  std::string_view backend_name() const;         // "io_uring" or "threads"
+  std::string backend_reason() const;
+  bool direct() const;                           // false where a path only allows buffered I/O
+  StorageCounters counters() const;              // summed over paths
+  std::uint64_t reserved_bytes() const;
+  // "FILE at OFFSET": where a transfer goes, for error texts.
+  std::string describe(const Transfer& transfer) const;
+
+ private:
+  struct Implementation;
+  std::unique_ptr<Implementation> implementation_;
+};
+
+}  // namespace ballast::io

@@ -1,0 +1,65 @@
+// Adam and AdamW over one range of elements, in one pass over memory: unscale, clip, moments, decay, update, publish.
+// Plain functions over pointers and counts: no threads, allocation, I/O or logging. Results do not depend on the
+// instruction set, nor on how a range is cut into calls. Multiply and add are rounded separately (no contraction).
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ballast::kernels {
+
+// Scalars of one update, computed in double and rounded to fp32 once. With g = gradient * gradient_scale:
+//   L2 (adam):  g = g + weight_decay * p            decoupled (adamw): p = p * (1 - learning_rate * weight_decay)
+//   m = beta1 * m + one_minus_beta1 * g
+//   v = beta2 * v + one_minus_beta2 * (g * g)
+//   p = p - step_size * m / (sqrt(v) * inverse_sqrt_correction2 + epsilon)
+// where step_size = learning_rate / (1 - beta1^t) and inverse_sqrt_correction2 = 1 / sqrt(1 - beta2^t).
+struct AdamScalars {
+  float gradient_scale;           // 1 / (loss scale * micro-batches) * clip factor
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float step_size;
+  float inverse_sqrt_correction2;
+  float epsilon;
+  float decay_factor;             // decoupled: 1 - learning_rate * weight_decay, else 1
+  float l2_decay;                 // L2: weight_decay, else 0
+};
+
+struct AdamHyperparameters {
+  double learning_rate;
+  double beta1;
+  double beta2;
+  double epsilon;
+  double weight_decay;
+  bool decoupled;                 // AdamW
+};
+
+// Bias corrections in double from the step number (1 for the first update; 64 bits, never a float).
+AdamScalars adam_scalars(const AdamHyperparameters& hyperparameters, std::uint64_t step, double gradient_scale);
+
+enum class ParameterFormat : std::uint8_t {
+  split_bf16,   // parameter: bf16 (2 bytes), master: signed 16-bit remainder (2 bytes); fp32 rebuilt bit for bit
+  fp16,         // parameter: fp16 (2 bytes, nearest-even of master), master: fp32 (4 bytes)
+  fp32,         // parameter: fp32 (4 bytes), master: unused
+};
+enum class ElementType : std::uint8_t { fp32, bf16 };
+
+// All arrays hold `count` elements and are aligned to their element; none may overlap another.
+struct AdamArrays {
+  ParameterFormat parameter_format = ParameterFormat::split_bf16;
+  ElementType moment_type = ElementType::fp32;
+  ElementType gradient_type = ElementType::fp32;
+  void* parameter = nullptr;        // in and out
+  void* master = nullptr;           // in and out
+  void* exp_avg = nullptr;          // in and out
+  void* exp_avg_sq = nullptr;       // in and out
+  const void* gradient = nullptr;
+  void* published = nullptr;        // optional second destination of the new parameter, same format
+};
+
+void adam(const AdamScalars& scalars, const AdamArrays& arrays, std::size_t count);
+
+}  // namespace ballast::kernels
