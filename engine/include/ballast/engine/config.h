@@ -1,0 +1,85 @@
+// Config: what a user may set. Read from JSON (unknown keys and senseless values are errors that say what would do) or
+// filled in by hand; either way validate() has the last word.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace ballast {
+
+enum class DataType : std::uint8_t { bf16, fp16, fp32 };
+enum class MomentType : std::uint8_t { fp32, bf16 };
+enum class Tier : std::uint8_t { device, host, nvme };
+enum class Timing : std::uint8_t { automatic, eager, just_in_time, after_backward };
+
+std::string_view to_string(DataType type);
+std::string_view to_string(MomentType type);
+std::string_view to_string(Tier tier);
+std::string_view to_string(Timing timing);
+constexpr std::uint64_t element_bytes(DataType type) { return type == DataType::fp32 ? 4 : 2; }
+constexpr std::uint64_t element_bytes(MomentType type) { return type == MomentType::fp32 ? 4 : 2; }
+
+struct Config {
+  int zero_stage = 3;
+  std::string device = "auto";                    // auto | host | cuda
+  struct Budget {
+    std::uint64_t device_bytes = std::uint64_t{2} << 30;
+    std::uint64_t host_bytes = std::uint64_t{8} << 30;
+  } budget;
+  struct Nvme {
+    std::vector<std::string> paths = {"run"};
+    std::uint64_t block_bytes = std::uint64_t{1} << 20;
+    std::uint32_t queue_depth = 32;
+    std::string backend = "auto";                 // auto | io_uring | threads
+  } nvme;
+  struct Placement {
+    bool automatic = true;                        // else the three tiers below
+    Tier parameters = Tier::nvme;
+    Tier gradients = Tier::host;
+    Tier optimizer = Tier::nvme;
+  } placement;
+  struct Precision {
+    DataType parameters = DataType::bf16;
+    DataType gradients = DataType::fp32;          // fp32 or bf16
+    MomentType moments = MomentType::fp32;
+  } precision;
+  struct Optimizer {
+    std::string type = "adamw";                   // adam (L2) | adamw (decoupled)
+    double learning_rate = 3e-4;
+    double beta1 = 0.9;
+    double beta2 = 0.95;
+    double epsilon = 1e-8;
+    double weight_decay = 0.1;
+    Timing timing = Timing::automatic;
+    std::optional<double> clip_global_norm = 1.0;
+  } optimizer;
+  struct LossScale {
+    enum class Kind : std::uint8_t { none, dynamic, fixed } kind = Kind::none;
+    double value = 65536.0;                       // the fixed scale, or where a dynamic one starts
+  } loss_scale;
+  struct Durability {
+    std::uint64_t every_steps = 0;                // 0: none
+  } durability;
+  std::optional<int> threads;                     // nothing: from affinity and cgroup quota
+  struct Communication {
+    std::string backend = "auto";                 // auto | single | mpi | nccl
+    double timeout_seconds = 300;
+    int shard_group_size = 0;
+  } communication;
+
+  // Throws ConfigError naming the file, the key, the value and the range, or the nearest known key.
+  static Config from_file(const std::string& path);
+  static Config from_json(std::string_view text, const std::string& name = "configuration");
+  // overrides are dotted key and value; a value is JSON where it parses as JSON, a string (or, for a list, strings
+  // separated by commas) otherwise.
+  static Config from_file(const std::string& path, const std::vector<std::pair<std::string, std::string>>& overrides);
+  std::string to_json() const;                    // round-trips
+  void validate() const;
+};
+
+}  // namespace ballast

@@ -1,0 +1,220 @@
+// Engine: what a trainer links. Register units of parameters, commit, initialise, then declare steps and passes and
+// acquire units around the maths. Where the states live (device, host, NVMe) never changes a number.
+//
+// Threads: one thread at a time, any thread. Callbacks run on the caller's thread. Errors are the types of
+// ballast/base/error.h; the first background failure is latched and thrown by every later call.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <ballast/base/error.h>
+#include <ballast/engine/config.h>
+#include <ballast/engine/report.h>
+
+namespace ballast {
+
+struct UnitId {
+  std::uint32_t index = 0;
+  friend bool operator==(UnitId, UnitId) = default;
+};
+struct ParameterId {
+  std::uint32_t unit = 0;
+  std::uint32_t index = 0;     // as registered within the unit
+  friend bool operator==(ParameterId, ParameterId) = default;
+};
+
+struct ParameterOptions {
+  int group = 0;                       // learning rate and weight decay are per group
+  std::optional<DataType> dtype;       // nothing: precision.parameters
+  bool trainable = true;               // false: frozen, never updated, no optimizer states
+};
+struct ParameterSpec {
+  std::string name;                    // unique within its unit; any text
+  std::vector<std::int64_t> shape;     // row-major; {} is a scalar, a zero makes it empty
+  ParameterOptions options = {};
+};
+
+// A view; valid as long as its lease.
+struct Tensor {
+  void* data = nullptr;                // on the device
+  DataType dtype = DataType::bf16;
+  std::span<const std::int64_t> shape;
+  std::int64_t elements = 0;
+};
+
+class EngineImplementation;
+
+// A queue of work on the device, in order. A cheap handle; the engine owns the stream.
+class Stream {
+ public:
+  Stream() = default;
+  void enqueue(std::function<void()> work);   // host device: the trainer's maths; returns at once
+  void synchronize();                         // rethrows what escaped from an enqueued closure
+  void* native_handle() const;                // cudaStream_t; null on the host device
+
+ private:
+  friend class EngineImplementation;
+  void* stream_ = nullptr;
+};
+
+// A unit's full parameters on the device, from acquire to release. Released (on its acquire stream) by the destructor
+// where the trainer did not.
+class ParameterLease {
+ public:
+  ParameterLease() = default;
+  ParameterLease(ParameterLease&& other) noexcept;
+  ParameterLease& operator=(ParameterLease&& other) noexcept;
+  ~ParameterLease();
+  Tensor operator[](ParameterId id) const;    // UsageError for a parameter of another unit
+  void wait();                                // blocks the host until the bytes are there
+  void release(Stream stream);                // after the work now on that stream, the memory may be reused
+  void release();                             // after the stream it was acquired on
+
+ private:
+  friend class EngineImplementation;
+  EngineImplementation* engine_ = nullptr;
+  std::uint64_t id_ = 0;
+};
+
+// Scratch for a unit's gradients on the device, in precision.gradients: contents undefined, to be overwritten. Takes
+// effect only at commit; the destructor discards.
+class GradientLease {
+ public:
+  GradientLease() = default;
+  GradientLease(GradientLease&& other) noexcept;
+  GradientLease& operator=(GradientLease&& other) noexcept;
+  ~GradientLease();
+  Tensor operator[](ParameterId id) const;    // UsageError for frozen parameters and those of another unit
+  void absent(ParameterId id);                // no gradient this time: not the same as zero
+  void commit(Stream stream);                 // the unit's last contribution of this pass
+  void commit_partial(Stream stream);         // more contributions of this pass follow (a unit used twice)
+
+ private:
+  friend class EngineImplementation;
+  EngineImplementation* engine_ = nullptr;
+  std::uint64_t id_ = 0;
+};
+
+enum class Pass : std::uint8_t { train, evaluate };
+
+struct PassOptions {
+  Pass kind = Pass::train;
+  std::uint64_t key = 0;               // selects the trace (a sequence length, say)
+  int micro_batches = 1;               // that this pass covers (more than one: all micro-batches of a layer in turn)
+};
+
+// Ends the pass when destroyed. Move-only.
+class PassScope {
+ public:
+  PassScope() = default;
+  PassScope(PassScope&& other) noexcept;
+  PassScope& operator=(PassScope&& other) noexcept;
+  ~PassScope();
+  void end();
+
+ private:
+  friend class EngineImplementation;
+  EngineImplementation* engine_ = nullptr;
+};
+
+struct GroupRate {
+  int group = 0;
+  double learning_rate = 0;
+  std::optional<double> weight_decay;  // nothing: optimizer.weight_decay
+};
+struct StepOptions {
+  int micro_batches = 1;               // gradients are averaged over them
+  std::optional<double> learning_rate; // nothing: optimizer.learning_rate
+  std::vector<GroupRate> group_rates;  // where a group differs
+};
+
+struct GradientNorm {
+  double value = 0;                    // global norm of the mean gradient, unscaled; NaN or infinity where not finite
+  bool finite = true;
+  double clip_factor = 1;              // that update() will apply
+  std::string non_finite_parameter;    // "unit/parameter" of the first, where not finite
+};
+
+// One optimizer step. Destroying it before update() or discard() discards.
+class Step {
+ public:
+  Step() = default;
+  Step(Step&& other) noexcept;
+  Step& operator=(Step&& other) noexcept;
+  ~Step();
+  PassScope begin_pass(PassOptions options = {});
+  double loss_scale() const;           // multiply the loss by it; 1 without loss scaling
+  GradientNorm finish_backward();      // waits for all gradients; once, after the last pass
+  void update();                       // UsageError where the gradients are not finite
+  void discard();                      // nothing changes but a dynamic loss scale (UsageError with eager timing)
+
+ private:
+  friend class EngineImplementation;
+  EngineImplementation* engine_ = nullptr;
+};
+
+// How unit accesses are expected before a first step has shown them.
+struct ExpectedAccess {
+  UnitId unit;
+  bool gradient = false;               // a gradient commit follows this access
+};
+
+// Replaces parts of the world; all optional.
+struct EngineEnvironment {
+  std::function<void(LogLevel, std::string_view)> log;       // one line, no newline; empty: silence
+  std::shared_ptr<void> device;                              // an offload::Device of the trainer's
+  std::shared_ptr<void> communicator;                        // an engine Communicator of the trainer's
+  std::shared_ptr<void> test_hooks;                          // for the engine's own tests
+};
+
+class Engine {
+ public:
+  explicit Engine(const Config& config, EngineEnvironment environment = {});
+  ~Engine();                           // drains; nothing is left in flight
+  Engine(Engine&&) noexcept;
+  Engine(const Engine&) = delete;
+
+  // Before commit.
+  UnitId add_unit(std::string name, std::vector<ParameterSpec> parameters);
+  ParameterId parameter(UnitId unit, std::string_view name) const;      // UsageError where there is none
+  void expect_order(std::vector<ExpectedAccess> accesses);              // of one training pass
+  void commit();                       // partitions, places, reserves, compiles; PlanError where it cannot fit
+
+  // After commit, before the first step. fill(parameter, first element, values): any range, any order, on this thread;
+  // it writes all of `values`.
+  using Fill = std::function<void(ParameterId parameter, std::int64_t first_element, std::span<float> values)>;
+  void initialize(const Fill& fill);
+
+  Step begin_step(StepOptions options = {});
+  PassScope begin_pass(PassOptions options);                            // evaluation between steps
+  ParameterLease acquire(UnitId unit, Stream stream);                   // ready on that stream; does not wait
+  GradientLease gradients(UnitId unit, Stream stream);
+
+  void settle();                                                        // runs all pending updates
+  // Current values in fp32 (the exact master). Runs the unit's pending update first.
+  void read(ParameterId id, std::int64_t first_element, std::span<float> values);
+  // Optimizer states, for tests and export: step count, moments. Same order of elements as read().
+  std::uint64_t step_count(ParameterId id);
+  void read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg, std::span<float> exp_avg_sq);
+
+  Stream stream() const;               // the engine's own compute stream
+  Stream make_stream(std::string_view name);
+  std::uint64_t layout_generation() const;   // addresses at a trace position are the same while this is
+  Report report() const;               // effective settings, bytes, times, peaks; cheap
+  void write_trace(const std::string& path) const;   // what the last steps did, for Perfetto
+  const Config& config() const;
+
+ private:
+  std::unique_ptr<EngineImplementation> implementation_;
+};
+
+}  // namespace ballast
