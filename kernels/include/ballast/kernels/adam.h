@@ -1,6 +1,7 @@
 // Adam and AdamW over one range of elements, in one pass over memory: unscale, clip, moments, decay, update, publish.
 // Plain functions over pointers and counts: no threads, allocation, I/O or logging. Results do not depend on the
-// instruction set, nor on how a range is cut into calls. Multiply and add are rounded separately (no contraction).
+// instruction set, nor on how a range is cut into calls (of a NaN only that it is one). Multiply and add are rounded
+// separately (no contraction); subnormal numbers are kept as long as the caller's thread keeps them.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,7 +15,9 @@ namespace ballast::kernels {
 //   m = beta1 * m + one_minus_beta1 * g
 //   v = beta2 * v + one_minus_beta2 * (g * g)
 //   p = p - step_size * m / (sqrt(v) * inverse_sqrt_correction2 + epsilon)
-// where step_size = learning_rate / (1 - beta1^t) and inverse_sqrt_correction2 = 1 / sqrt(1 - beta2^t).
+// where step_size = learning_rate / (1 - beta1^t) and inverse_sqrt_correction2 = 1 / sqrt(1 - beta2^t). p steps by the
+// m and v that are stored: with bf16 moments they are rounded to nearest even first. Where step_size * m is zero p does
+// not step, so it keeps its bits at learning rate 0, and where m, v and epsilon are all 0.
 struct AdamScalars {
   float gradient_scale;           // 1 / (loss scale * micro-batches) * clip factor
   float beta1;
@@ -37,7 +40,8 @@ struct AdamHyperparameters {
   bool decoupled;                 // AdamW
 };
 
-// Bias corrections in double from the step number (1 for the first update; 64 bits, never a float).
+// Bias corrections in double from the step number (1 for the first update, never 0; 64 bits, never a float). The betas
+// are below 1.
 AdamScalars adam_scalars(const AdamHyperparameters& hyperparameters, std::uint64_t step, double gradient_scale);
 
 enum class ParameterFormat : std::uint8_t {
@@ -45,6 +49,8 @@ enum class ParameterFormat : std::uint8_t {
   fp16,         // parameter: fp16 (2 bytes, nearest-even of master), master: fp32 (4 bytes)
   fp32,         // parameter: fp32 (4 bytes), master: unused
 };
+// bf16 moments are lossy: at beta2 = 0.999 a second moment decays by less than half a bf16 unit in the last place, so it
+// grows with the gradients but does not shrink.
 enum class ElementType : std::uint8_t { fp32, bf16 };
 
 // All arrays hold `count` elements and are aligned to their element; none may overlap another.
@@ -60,6 +66,7 @@ struct AdamArrays {
   void* published = nullptr;        // optional second destination of the new parameter, same format
 };
 
+// A count of 0 touches nothing.
 void adam(const AdamScalars& scalars, const AdamArrays& arrays, std::size_t count);
 
 }  // namespace ballast::kernels

@@ -2,8 +2,12 @@
 // payload's upper bits kept). The split form rounds to nearest with ties away from zero, so that it can be inverted:
 // bf16 = (bits + 0x8000) >> 16 and remainder = low 16 bits as a signed number, so bits = (bf16 << 16) + remainder.
 // A finite value that rounds up to infinity publishes infinity and is still rebuilt exactly; infinities likewise. NaN
-// publishes bits >> 16 with the quiet bit set and keeps its low half, so NaN stays NaN (signalling ones become quiet);
-// every other one of the 2^32 patterns is rebuilt bit for bit.
+// publishes bits >> 16 with the quiet bit set and keeps its low half, and the halves of a NaN are joined without a
+// borrow, so NaN stays NaN (signalling ones become quiet); every other one of the 2^32 patterns is rebuilt bit for bit.
+// Widening is exact; of the NaNs, fp16 ones become quiet and bf16 ones keep their bits.
+//
+// Plain functions: no threads, allocation or I/O; pointers aligned to their element; arrays do not overlap; results do
+// not depend on the instruction set. A count of 0 touches nothing.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

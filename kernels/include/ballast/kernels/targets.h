@@ -1,4 +1,5 @@
-// Instruction sets: which are compiled in and run here, and forcing one (tests and benchmarks).
+// Instruction sets: which are compiled in and run here, and forcing one (tests and benchmarks). The choice is Highway's
+// own, so it holds for every user of Highway in the process.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
