@@ -16,8 +16,8 @@ namespace ballast::offload {
 class Event {
  public:
   virtual ~Event() = default;
-  virtual bool reached() const = 0;   // any thread; does not block
-  virtual void synchronize() = 0;     // any thread; blocks until reached
+  virtual bool reached() const = 0;  // any thread; does not block
+  virtual void synchronize() = 0;    // any thread; blocks until reached
 };
 
 // What a stream calls on the host: a plain function, so that queueing it allocates nothing. It must not throw, block
@@ -41,27 +41,27 @@ class Stream {
   // rethrown by the next synchronize(). Throws UsageError on a device whose work is not host functions.
   virtual void enqueue(std::function<void()> work) = 0;
   virtual void record(Event& event) = 0;
-  virtual void wait(Event& event) = 0;   // later work waits for the event's last record
-  virtual void synchronize() = 0;        // blocks; rethrows a latched failure
-  virtual void* native_handle() const = 0;   // a cudaStream_t; null on the host device
+  virtual void wait(Event& event) = 0;      // later work waits for the event's last record
+  virtual void synchronize() = 0;           // blocks; rethrows a latched failure
+  virtual void* native_handle() const = 0;  // a cudaStream_t; null on the host device
 };
 
 class Device {
  public:
   virtual ~Device() = default;
-  virtual std::string_view name() const = 0;    // "host", "cuda"
+  virtual std::string_view name() const = 0;  // "host", "cuda"
   // Takes the device memory, once. Throws PlanError with the numbers where it is not to be had. Base aligned to at
   // least 4 KiB; released by the destructor.
   virtual std::byte* take_slab(std::uint64_t bytes) = 0;
-  virtual std::uint64_t capacity_bytes() const = 0;       // the most that take_slab can give
+  virtual std::uint64_t capacity_bytes() const = 0;  // the most that take_slab can give
   // True where CPU code may use device addresses directly (the host device).
   virtual bool host_addressable() const = 0;
-  virtual std::unique_ptr<Stream> make_stream(std::string_view name) = 0;   // before the device is destroyed
+  virtual std::unique_ptr<Stream> make_stream(std::string_view name) = 0;  // before the device is destroyed
   virtual std::unique_ptr<Event> make_event() = 0;
 };
 
 struct HostDeviceOptions {
-  std::uint64_t capacity_bytes = 0;      // 0: as much as the machine and its cgroup allow
+  std::uint64_t capacity_bytes = 0;  // 0: as much as the machine and its cgroup allow
   // Test hook: called on the stream's thread before each copy (delays, reordering between streams). May be empty.
   std::function<void(std::string_view stream, std::size_t bytes)> before_copy;
 };

@@ -7,14 +7,15 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace ballast::offload {
 
 struct HostSlabOptions {
   std::uint64_t bytes = 0;
-  int numa_node = -1;             // -1: no binding
-  bool populate = true;           // touch every page now, so that a lack of memory shows now
+  int numa_node = -1;    // -1: no binding
+  bool populate = true;  // touch every page now, so that a lack of memory shows now
 };
 
 class HostSlab {
@@ -28,11 +29,14 @@ class HostSlab {
   HostSlab& operator=(const HostSlab&) = delete;
 
   std::span<std::byte> memory() const { return memory_; }
-  std::string_view page_kind() const { return page_kind_; }   // "reserved huge pages", "transparent huge pages", "4 KiB pages"
+  std::string_view page_kind() const {
+    return page_kind_;
+  }  // "reserved huge pages", "transparent huge pages", "4 KiB pages"
   const std::vector<std::string>& notes() const { return notes_; }
 
+  // The base is aligned to 2 MiB; size is the bytes asked for. One thread at a time.
   // Names a range [offset, offset + bytes) for reports, and hands out the address. Ranges are taken from the front, in
-  // order, aligned as asked. Throws PlanError where it does not fit.
+  // order, aligned as asked (a power of two, at most 2 MiB). Throws PlanError where it does not fit.
   std::byte* take(std::string name, std::uint64_t bytes, std::uint64_t alignment_bytes);
   struct Range {
     std::string name;
@@ -44,6 +48,7 @@ class HostSlab {
 
  private:
   std::span<std::byte> memory_;
+  std::uint64_t mapped_bytes_ = 0;
   std::string_view page_kind_;
   std::vector<std::string> notes_;
   std::vector<Range> ranges_;

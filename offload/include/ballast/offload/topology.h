@@ -16,18 +16,18 @@ struct NumaNode {
 
 struct Topology {
   int cpus_online = 1;
-  int cpus_allowed = 1;                     // affinity mask
-  double cpu_quota = 0;                     // cgroup (v1 or v2); 0: none
-  std::uint64_t memory_bytes = 0;           // the machine
-  std::uint64_t memory_available_bytes = 0; // MemAvailable
-  std::uint64_t cgroup_limit_bytes = 0;     // the tightest limit on the way up; 0: none
-  std::uint64_t cgroup_used_bytes = 0;      // of that cgroup
-  std::uint64_t huge_page_bytes = 0;        // 0: none supported
-  std::uint64_t huge_pages_free = 0;        // reserved and free, of that size
-  bool transparent_huge_pages = false;      // "always" or "madvise"
-  std::uint64_t memlock_limit_bytes = 0;    // RLIMIT_MEMLOCK; UINT64_MAX: unlimited
-  std::vector<NumaNode> nodes;              // with memory and CPUs that this process may use
-  std::vector<std::string> notes;           // what could not be found out
+  int cpus_allowed = 1;                      // affinity mask
+  double cpu_quota = 0;                      // cgroup (v1 or v2); 0: none
+  std::uint64_t memory_bytes = 0;            // the machine
+  std::uint64_t memory_available_bytes = 0;  // MemAvailable
+  std::uint64_t cgroup_limit_bytes = 0;      // the level that leaves the least, on the way up; 0: none
+  std::uint64_t cgroup_used_bytes = 0;       // of that cgroup, without file cache that can be dropped
+  std::uint64_t huge_page_bytes = 0;         // 0: none supported
+  std::uint64_t huge_pages_free = 0;         // reserved and free, of that size
+  bool transparent_huge_pages = false;       // "always" or "madvise"
+  std::uint64_t memlock_limit_bytes = 0;     // RLIMIT_MEMLOCK; UINT64_MAX: unlimited
+  std::vector<NumaNode> nodes;               // those with memory; their CPUs that this process may use (may be none)
+  std::vector<std::string> notes;            // what could not be found out
 };
 
 // Reads it anew. Never throws: what is missing becomes a note and a safe value.

@@ -1,0 +1,229 @@
+// The host device's streams and events.
+// SPDX-License-Identifier: Apache-2.0
+#include "host_stream.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include "ballast/base/check.h"
+#include "ballast/base/error.h"
+
+namespace ballast::offload {
+namespace {
+
+// Deep enough for the work of several units; a caller that is further ahead than this waits.
+constexpr std::size_t kRingItems = 1024;
+
+HostEvent& host_event(Event& event) {
+  auto* const own = dynamic_cast<HostEvent*>(&event);
+  if (own == nullptr) throw UsageError("an event of another device was given to a stream of the host device");
+  return *own;
+}
+
+// New threads take no signals: those belong to the trainer's own threads.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    BALLAST_CHECK(pthread_sigmask(SIG_SETMASK, &all, &before_) == 0);
+  }
+  ~SignalsBlocked() { BALLAST_CHECK(pthread_sigmask(SIG_SETMASK, &before_, nullptr) == 0); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
+void StreamProgress::wait_for(std::uint64_t count) {
+  if (done() >= count) return;
+  if (is_own_thread()) throw UsageError("work on a stream waits for later work of the same stream: it would never end");
+  std::unique_lock lock(mutex_);
+  ++waiters_;
+  changed_.wait(lock, [&] { return done() >= count; });
+  --waiters_;
+}
+
+void StreamProgress::advance() {
+  const std::lock_guard lock(mutex_);
+  done_.store(done_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  if (waiters_ != 0) changed_.notify_all();
+}
+
+void HostEvent::synchronize() {
+  const EventPoint now = point();
+  if (now.progress != nullptr) now.progress->wait_for(now.count);
+}
+
+EventPoint HostEvent::point() const {
+  const std::lock_guard lock(mutex_);
+  return point_;
+}
+
+void HostEvent::set_point(EventPoint point) {
+  const std::lock_guard lock(mutex_);
+  point_ = std::move(point);
+}
+
+HostStream::HostStream(std::string_view name, std::shared_ptr<const CopyHook> before_copy)
+    : shared_(std::make_shared<Shared>()), owner_(getpid()) {
+  shared_->name = name;
+  shared_->before_copy = std::move(before_copy);
+  shared_->ring.resize(kRingItems);
+  const SignalsBlocked blocked;
+  try {
+    // The lock keeps the thread from its first item until the progress knows it.
+    const std::lock_guard lock(shared_->mutex);
+    thread_ = std::thread([shared = shared_] { run(shared); });
+    shared_->progress->set_thread(thread_.get_id());
+  } catch (const std::system_error& error) {
+    throw IoError("no thread for stream \"" + shared_->name + "\": " + error.what() +
+                  ". Raise the limit on processes (ulimit -u, or pids.max of the cgroup)");
+  }
+  const std::string label = ("bl-" + shared_->name).substr(0, 15);  // what the kernel has room for
+  pthread_setname_np(thread_.native_handle(), label.c_str());       // for debuggers only
+}
+
+HostStream::~HostStream() {
+  if (getpid() != owner_) {
+    // A forked child has no such thread, and its locks may be held for ever. The thread's copy of shared_ keeps it.
+    thread_.detach();
+    return;
+  }
+  {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->ending = true;
+    shared_->work.notify_one();
+  }
+  thread_.join();
+}
+
+template <class Fill>
+void HostStream::push(const Fill& fill) {
+  std::unique_lock lock(shared_->mutex);
+  if (shared_->queued - shared_->taken == kRingItems) {
+    if (shared_->progress->is_own_thread()) {
+      throw UsageError("stream \"" + shared_->name +
+                       "\" is full and was given more by its own work: it would never end");
+    }
+    ++shared_->callers_waiting;
+    shared_->room.wait(lock, [&] { return shared_->queued - shared_->taken < kRingItems; });
+    --shared_->callers_waiting;
+  }
+  fill(shared_->ring[shared_->queued % kRingItems]);
+  ++shared_->queued;
+  if (shared_->idle) shared_->work.notify_one();
+}
+
+void HostStream::copy(void* destination, const void* source, std::size_t bytes) {
+  push([&](Item& item) {
+    item.kind = Kind::copy;
+    item.destination = destination;
+    item.source = source;
+    item.bytes = bytes;
+  });
+}
+
+void HostStream::call(HostCall host_call) {
+  BALLAST_CHECK(host_call.function != nullptr);
+  push([&](Item& item) {
+    item.kind = Kind::call;
+    item.host_call = host_call;
+  });
+}
+
+void HostStream::enqueue(std::function<void()> work) {
+  if (!work) throw UsageError("an empty function was enqueued on stream \"" + shared_->name + "\"");
+  push([&](Item& item) {
+    item.kind = Kind::closure;
+    item.closure = std::move(work);
+  });
+}
+
+void HostStream::record(Event& event) {
+  HostEvent& own = host_event(event);
+  const std::lock_guard lock(shared_->mutex);
+  own.set_point({shared_->progress, shared_->queued});
+}
+
+void HostStream::wait(Event& event) {
+  EventPoint point = host_event(event).point();
+  // Its own past is waited for by order alone; what is reached stays reached.
+  if (point.progress == shared_->progress || point.reached()) return;
+  push([&](Item& item) {
+    item.kind = Kind::wait;
+    item.point = std::move(point);
+  });
+}
+
+void HostStream::synchronize() {
+  std::uint64_t queued = 0;
+  {
+    const std::lock_guard lock(shared_->mutex);
+    queued = shared_->queued;
+  }
+  shared_->progress->wait_for(queued);
+  std::exception_ptr failure;
+  {
+    const std::lock_guard lock(shared_->mutex);
+    std::swap(failure, shared_->failure);
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+void HostStream::run_item(Shared& shared, Item& item) {
+  switch (item.kind) {
+    case Kind::copy:
+      if (*shared.before_copy) (*shared.before_copy)(shared.name, item.bytes);
+      if (item.bytes != 0) std::memcpy(item.destination, item.source, item.bytes);
+      return;
+    case Kind::call:
+      item.host_call.function(item.host_call.context, item.host_call.argument);
+      return;
+    case Kind::closure:
+      item.closure();
+      return;
+    case Kind::wait:
+      item.point.progress->wait_for(item.point.count);
+      return;
+  }
+}
+
+void HostStream::run(const std::shared_ptr<Shared>& shared) {
+  std::unique_lock lock(shared->mutex);
+  for (;;) {
+    if (shared->taken == shared->queued) {
+      if (shared->ending) return;
+      shared->idle = true;
+      shared->work.wait(lock);
+      shared->idle = false;
+      continue;
+    }
+    Item& item = shared->ring[shared->taken % kRingItems];
+    lock.unlock();
+    std::exception_ptr failure;
+    try {
+      run_item(*shared, item);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    // What the closure holds goes before the item counts as done: its owner may destroy what it refers to.
+    item.closure = nullptr;
+    item.point = {};
+    lock.lock();
+    if (failure && !shared->failure) shared->failure = failure;
+    ++shared->taken;
+    if (shared->callers_waiting != 0) shared->room.notify_one();
+    shared->progress->advance();
+  }
+}
+
+}  // namespace ballast::offload
