@@ -1,0 +1,45 @@
+// A strict reader of small JSON texts into values that remember where they stood. Duplicate keys, a byte-order mark,
+// comments, deep nesting and huge texts are errors; numbers keep their digits.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace ballast::json {
+
+constexpr std::size_t kTextBytesMax = std::size_t{1} << 20;
+constexpr std::size_t kDepthMax = 32;
+constexpr std::size_t kMembersMax = 1000;
+
+struct Value {
+  enum class Kind : std::uint8_t { null, boolean, number, string, array, object } kind = Kind::null;
+  bool boolean = false;
+  std::string text;                                    // a string's contents; a number's digits
+  std::vector<Value> items;                            // array
+  std::vector<std::pair<std::string, Value>> members;  // object, as written
+  std::string where;                                   // "FILE:LINE", or the option that it came from
+
+  const Value* find(std::string_view key) const;
+  Value* find(std::string_view key);
+};
+
+// Throws ConfigError with one line: `name`, line and column, and what is wrong.
+Value parse(std::string_view text, const std::string& name);
+
+// The integer that a number's digits stand for ("5e8" is one), exactly; nothing for a fraction or beyond 64 bits.
+std::optional<std::int64_t> exact_integer(std::string_view digits);
+// Nothing where it overflows.
+std::optional<double> to_double(std::string_view digits);
+
+// `text` in quotes for an error line: control and non-ASCII bytes replaced, cut at 60 characters.
+std::string printable(std::string_view text);
+// "the string \"x\"", "the number 3", "null", "a list", "an object": for error lines.
+std::string describe(const Value& value);
+
+}  // namespace ballast::json
