@@ -1,0 +1,283 @@
+// Scheduler: decides what to do next, and nothing else. A state machine that is told what happened (the trainer opened,
+// released or committed something; a task ended) and asked which tasks may start. No threads, clock, I/O, floating
+// point or allocation after construction; ties go to the earlier place in program order. The executor drives it on real
+// hardware, the simulator on a virtual clock, the explorer through every order of completions.
+//
+// The words. An *entry* is one use of device memory in program order: a unit's parameters from their arrival to their
+// release, or a unit's gradient scratch from its opening until the last byte has left. An entry owns a range of the
+// device slab; it may be written once no earlier entry that overlaps it is alive. A *job* carries one chunk through its
+// tasks:
+//   fetch     [slot] read parameters, copy in
+//   update    [slot] read states, (copy in first: eager), wait for the gate, update, (copy in), write back
+//   gradient  [slot] copy out, accumulate
+// Program order is the order of appending. Slots of one kind are given out strictly in that order, so that a later job
+// never takes what an earlier one still waits for; jobs on one chunk run one after another (gradients in a queue of
+// their own). What an earlier job waits for is therefore never held by a later one, except where the trainer leaves
+// the expected order: then cancel_expected() first gives everything back that no trainer holds.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ballast::schedule {
+
+using Index = std::uint32_t;
+constexpr Index kNone = 0xFFFFFFFFu;
+
+enum class Tier : std::uint8_t { device, host, nvme };
+
+struct Chunk {
+  Index unit = 0;
+  Tier parameters = Tier::nvme;
+  Tier optimizer = Tier::nvme;
+  Tier gradients = Tier::host;
+  bool trainable = true;
+  // Bytes that its tasks move, for cost models; no decision depends on them.
+  std::uint64_t parameter_bytes = 0;
+  std::uint64_t optimizer_bytes = 0;
+  std::uint64_t gradient_bytes = 0;
+};
+
+struct Unit {
+  Index first_chunk = 0;
+  Index chunk_count = 0;
+  std::uint64_t parameter_bytes = 0;   // on the device; 0 where its parameters live there for good
+  std::uint64_t gradient_bytes = 0;    // of scratch on the device
+  bool stored_gradients = true;        // a place of their own in host or device memory; false: slots, consumed at once
+};
+
+struct Limits {
+  Index fetch_slots = 2;
+  Index update_slots = 2;
+  Index gradient_slots = 1;
+  Index reads = 8;                     // lane depths, in tasks
+  Index writes = 8;
+  Index copies_in = 4;
+  Index copies_out = 4;
+  Index cpu_tasks = 2;
+  Index entries = 64;                  // alive at once at most; append is refused beyond
+  Index jobs = 1024;
+};
+
+enum class Task : std::uint8_t { read, write, copy_in, copy_out, update, accumulate };
+constexpr int kTaskCount = 6;
+enum class SlotKind : std::uint8_t { none, fetch, update, gradient };
+enum class JobKind : std::uint8_t { fetch, update, gradient };
+
+// What to start now. Exactly one finished() per action.
+struct Action {
+  Task task = Task::read;
+  JobKind job_kind = JobKind::fetch;
+  Index job = kNone;                   // identifies the job in finished()
+  Index chunk = kNone;
+  Index unit = kNone;
+  SlotKind slot_kind = SlotKind::none;
+  Index slot = kNone;                  // where the bytes are on the host; kNone: the chunk's own place in its tier
+  Index gradient_slot = kNone;         // update: where the gradient is; kNone: in the unit's store
+  std::uint64_t device_offset = 0;     // of the entry (copies; accumulate from the device)
+  bool first = false;                  // gradient: overwrite rather than add
+  bool last = false;                   // gradient: the unit's last contribution of this step (sums are wanted)
+  bool urgent = false;                 // reads: somebody waits; writes: a job waits for the slot
+};
+
+// How an entry of parameters treats its unit's chunks. Chunks whose update is due are updated first in any form.
+enum class Form : std::uint8_t {
+  fetch,
+  update_expected,   // just in time, ahead of the decision: states are read now, the update waits for decide()
+  update_after,      // eager: states are read with the parameters and updated when the gradient has come
+};
+
+class Scheduler {
+ public:
+  Scheduler(std::vector<Chunk> chunks, std::vector<Unit> units, const Limits& limits);
+
+  // --- what the engine expects and what the trainer does (in this order per entry: append, lease, release) ---------
+
+  // Appends an entry for a unit's parameters at a device offset. Returns its id, or kNone where the tables are full
+  // (try again later). `leased`: the trainer asks for it now; otherwise it is expected, and lease() follows.
+  Index append_parameters(Index unit, std::uint64_t device_offset, Form form, bool leased);
+  // Likewise for gradient scratch. eager_updates: also queue the unit's update jobs, to run when the gradient comes
+  // (for units whose parameter entry did not carry them).
+  Index append_gradients(Index unit, std::uint64_t device_offset, bool eager_updates, bool leased);
+  void lease(Index entry);
+  bool leased(Index entry) const { return entries_[entry].leased; }
+  // Parameters: all chunks have arrived. Gradients: the range may be written.
+  bool ready(Index entry) const;
+  // Parameters: the trainer's work no longer needs them. Gradients: given up without a commit.
+  void release(Index entry);
+  // Gradients: the scratch holds values now. contributes: per chunk of the unit, false where every parameter in it is
+  // absent. last: the unit's last contribution of this step; eager: updates run as gradients arrive. Queues one
+  // gradient job per contributing chunk; the entry ends when they have read it.
+  void commit_gradients(Index entry, std::span<const bool> contributes, bool last, bool eager);
+  // Ends what is expected and not leased: the entries, their jobs as soon as nothing of them is in flight. An update
+  // that has begun on the CPU is carried through.
+  void cancel_expected();
+
+  // The step's gradients are decided: updates of contributing chunks become due (true), or are dropped.
+  void decide(bool update);
+  // Queues jobs for all due chunks of the unit (update without an entry). Returns false where the table is full.
+  bool append_updates(Index unit);
+  // Eager units whose update was not queued ahead: queue it now, to run when the gradient comes.
+  bool append_eager_updates(Index unit);
+
+  // --- what the world answers ---------------------------------------------------------------------------------------
+
+  // Appends what may start now to `out` (up to out.size()); returns how many.
+  std::size_t next(std::span<Action> out);
+  void finished(const Action& action);
+
+  // --- questions ------------------------------------------------------------------------------------------------------
+
+  bool idle() const { return jobs_alive_ == 0; }           // no job is left
+  bool quiet() const { return in_flight_ == 0; }      // no task is in flight
+  bool update_due(Index chunk) const { return chunk_states_[chunk].due; }
+  bool unit_update_due(Index unit) const;                   // due, or under way
+  bool unit_busy(Index unit) const;                         // any job of the unit is alive
+  bool gradients_outstanding() const { return gradient_jobs_ != 0; }
+  // The first live entry that overlaps a range, other than `except`; kNone: none. With leased_only, only entries whose
+  // release the trainer has not asked for yet.
+  Index overlapping(std::uint64_t offset, std::uint64_t bytes, Index except, bool leased_only) const;
+  void note_release_requested(Index entry) { entries_[entry].release_requested = true; }
+  std::uint64_t device_offset(Index entry) const { return entries_[entry].offset; }
+  std::uint64_t entry_bytes(Index entry) const { return entries_[entry].bytes; }
+  Index entry_unit(Index entry) const { return entries_[entry].unit; }
+  bool entry_alive(Index entry) const { return entry < entries_.size() && entries_[entry].alive; }
+  Index entries_alive() const { return entry_count_; }
+  bool room_for(Index unit) const;                          // tables can take an entry with its jobs
+  std::uint64_t updates_done(Index chunk) const { return chunk_states_[chunk].updates; }
+
+  // Verifies every invariant; returns an empty text or what is broken. For tests: linear in the state.
+  std::string check() const;
+  // The whole state as words, equal for equal states: for the explorer. And as text for people.
+  void serialize(std::vector<std::uint32_t>& out) const;
+  std::string describe() const;
+
+ private:
+  enum class Phase : std::uint8_t { unneeded, waiting, ready, running, done };
+
+  struct Job {
+    JobKind kind = JobKind::fetch;
+    bool alive = false;
+    bool cancelled = false;          // ends once nothing of it is in flight
+    bool slot_wanted = false;        // still waiting for its slot
+    bool head = false;               // first of its chunk's queue
+    bool gate_open = false;          // update: may run
+    bool gate_on_gradient = false;   // eager: opened by the gradient; otherwise by decide()
+    bool copy_first = false;         // copy in before the update (eager) or after it (just in time)
+    bool first = false, last = false;
+    Phase read = Phase::unneeded, copy = Phase::unneeded, cpu = Phase::unneeded, write = Phase::unneeded;
+    SlotKind slot_kind = SlotKind::none;
+    Index slot = kNone;
+    Index chunk = kNone;
+    Index entry = kNone;             // that waits for this chunk (gradient: the scratch it reads)
+    Index next_same_chunk = kNone;
+    Index next_waiting = kNone;      // in the slot kind's queue
+    std::uint64_t owner_key = 0;     // of the entry it was queued with; 0: none
+    std::uint64_t key = 0;           // program order
+  };
+
+  struct Entry {
+    bool alive = false;
+    bool gradient = false;
+    bool leased = false;
+    bool release_requested = false;  // the trainer will not hold it up any more
+    bool released = false;
+    bool cancelled = false;
+    bool committed = false;
+    bool range_free = false;         // nothing earlier overlaps
+    Index unit = kNone;
+    Index source = kNone;            // an earlier live entry whose bytes this one uses
+    Index missing = 0;               // chunks not yet arrived (gradient: not yet read)
+    Index in_flight = 0;             // copies touching its range
+    Index previous = kNone, next = kNone;   // program order
+    std::uint64_t offset = 0, bytes = 0;
+    std::uint64_t key = 0;
+  };
+
+  struct ChunkState {
+    Index queue_head = kNone, queue_tail = kNone;        // fetch and update jobs
+    Index gradient_head = kNone, gradient_tail = kNone;  // gradient jobs
+    Index update_job = kNone;        // the last one queued that has not updated yet
+    Index gradient_slot = kNone;     // holds the gradient until the update has consumed it
+    bool contributed = false;        // has a gradient in the running step
+    bool eager = false;              // ... whose update does not wait for decide()
+    bool gradient_here = false;      // eager: it has arrived
+    bool due = false;                // decided, not yet updated
+    std::uint32_t updates = 0;
+  };
+
+  struct SlotPool {
+    std::vector<Index> free;
+    Index waiting_head = kNone, waiting_tail = kNone;
+  };
+
+  struct Lane {
+    std::vector<std::pair<std::uint64_t, Index>> heap;   // (program order, job), smallest first
+    Index depth = 1;
+    Index in_flight = 0;
+  };
+
+  // A unit's parameters that are still on the device, valid until something is written over them.
+  struct Copy {
+    Index unit = kNone;
+    Index entry = kNone;             // while alive
+    std::uint64_t offset = 0, bytes = 0;
+  };
+
+  Index append_entry(Index unit, std::uint64_t offset, std::uint64_t bytes, bool gradient, bool leased);
+  Index append_job(JobKind kind, Index chunk, Index entry, std::uint64_t key);
+  void append_fetch(Index chunk, Index entry);
+  void append_update(Index chunk, Index entry, bool copy_first, bool gate_on_gradient, std::uint64_t key);
+  void want_slot(Index job, SlotKind kind);
+  void serve_slots(SlotKind kind);
+  void free_slot(SlotKind kind, Index slot);
+  void open_gate(Index job);
+  void skip_update(Index job);
+  void cancel_job(Index job);
+  void advance(Index job);
+  void push(Task task, Index job);
+  void unpush(Task task, Index job);
+  void arrive(Index job);
+  void finish_job(Index job);
+  void cancel_entry(Index entry);
+  void cancel_stale(Index unit);
+  bool unit_update_unclaimed(Index unit) const;
+  // A queued update of the chunk still waits for its gradient or for decide().
+  bool update_waits(Index chunk) const {
+    const Index job = chunk_states_[chunk].update_job;
+    return job != kNone && !jobs_[job].gate_open;
+  }
+  void end_entry_if_over(Index entry);
+  void refresh_ranges();
+  bool held_by_trainer(const Job& job) const;
+  bool running(const Job& job) const;
+  void forget_copy(Index unit);
+  void forget_overlapping_copies(std::uint64_t offset, std::uint64_t bytes);
+  static Task cpu_task(const Job& job) { return job.kind == JobKind::gradient ? Task::accumulate : Task::update; }
+  static Task copy_task(const Job& job) { return job.kind == JobKind::gradient ? Task::copy_out : Task::copy_in; }
+  Phase& phase(Job& job, Task task);
+  SlotPool& pool(SlotKind kind) { return pools_[static_cast<std::size_t>(kind) - 1]; }
+  Lane& lane(Task task) { return lanes_[task == Task::accumulate ? 4 : static_cast<std::size_t>(task)]; }
+
+  std::vector<Chunk> chunks_;
+  std::vector<Unit> units_;
+  Limits limits_;
+  std::vector<ChunkState> chunk_states_;
+  std::vector<Copy> copies_;
+  std::vector<Entry> entries_;
+  std::vector<Index> free_entries_;
+  std::vector<Job> jobs_;
+  std::vector<Index> free_jobs_;
+  std::array<SlotPool, 3> pools_;        // fetch, update, gradient
+  std::array<Lane, 5> lanes_;            // read, write, copy in, copy out, cpu
+  Index entry_head_ = kNone, entry_tail_ = kNone, entry_count_ = 0;
+  Index jobs_alive_ = 0, gradient_jobs_ = 0, in_flight_ = 0;
+  std::uint64_t next_key_ = 1;
+};
+
+}  // namespace ballast::schedule
