@@ -1,10 +1,9 @@
 // Placing openings in the device slab.
 // SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/check.h>
 #include <ballast/schedule/device_map.h>
 
 #include <algorithm>
-
-#include <ballast/base/check.h>
 
 namespace ballast::schedule {
 
@@ -21,13 +20,14 @@ struct Stretch {
 };
 
 // Every place is chosen to overwrite what was closed longest ago.
-bool place_oldest_first(std::span<const Opening> openings, std::uint64_t slab_bytes, std::vector<std::uint64_t>& offsets) {
+bool place_oldest_first(std::span<const Opening> openings, std::uint64_t slab_bytes,
+                        std::vector<std::uint64_t>& offsets) {
   std::vector<Stretch> stretches = {{0, slab_bytes, 0, kNoUnit}};
   for (std::size_t i = 0; i < openings.size(); ++i) {
     const Opening& opening = openings[i];
     if (opening.bytes == 0) continue;
     if (opening.bytes > slab_bytes) return false;
-    const std::uint32_t now = opening.open_at + 1;   // 0 is "never"
+    const std::uint32_t now = opening.open_at + 1;  // 0 is "never"
     // The unit's own parameters, still whole from an earlier opening of this pass.
     if (!opening.gradient) {
       const auto own = std::find_if(stretches.begin(), stretches.end(), [&](const Stretch& s) {
@@ -61,7 +61,8 @@ bool place_oldest_first(std::span<const Opening> openings, std::uint64_t slab_by
     Stretch rest = stretches[last];
     rest.begin = end;
     rest.unit = kNoUnit;
-    stretches.erase(stretches.begin() + static_cast<std::ptrdiff_t>(best), stretches.begin() + static_cast<std::ptrdiff_t>(last) + 1);
+    stretches.erase(stretches.begin() + static_cast<std::ptrdiff_t>(best),
+                    stretches.begin() + static_cast<std::ptrdiff_t>(last) + 1);
     auto at = stretches.begin() + static_cast<std::ptrdiff_t>(best);
     if (rest.begin < rest.end) at = stretches.insert(at, rest);
     stretches.insert(at, {begin, end, opening.close_at + 1, opening.gradient ? kNoUnit : opening.unit});
@@ -109,7 +110,8 @@ DeviceMap compile_device_map(std::span<const Opening> openings, std::uint64_t sl
   if (!map.fits) return map;
   if (!place_oldest_first(openings, slab_bytes, map.offsets)) {
     for (std::size_t i = 0; i < openings.size(); ++i) {
-      map.offsets[i] = openings[i].gradient && openings[i].bytes > 0 ? slab_bytes - tight[i] - openings[i].bytes : tight[i];
+      map.offsets[i] =
+          openings[i].gradient && openings[i].bytes > 0 ? slab_bytes - tight[i] - openings[i].bytes : tight[i];
     }
   }
   for (std::size_t i = 0; i < openings.size(); ++i) {

@@ -1,10 +1,9 @@
 // The scheduler's state machine. See the header for the model and the argument why it never stalls.
 // SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/check.h>
 #include <ballast/schedule/scheduler.h>
 
 #include <algorithm>
-
-#include <ballast/base/check.h>
 
 namespace ballast::schedule {
 
@@ -178,7 +177,8 @@ void Scheduler::commit_gradients(Index id, std::span<const bool> contributes, bo
     const Index c = u.first_chunk + i;
     if (!chunks_[c].trainable) continue;
     ChunkState& state = chunk_states_[c];
-    // A chunk that contributed before and is absent now still needs its last contribution (of zeros) to be known as last.
+    // A chunk that contributed before and is absent now still needs its last contribution (of zeros) to be known as
+    // last.
     if (!contributes[i] && !(last && state.contributed)) {
       if (last && update_waits(c) && jobs_[state.update_job].gate_on_gradient) skip_update(state.update_job);
       continue;
@@ -341,7 +341,7 @@ void Scheduler::append_fetch(Index chunk, Index entry) {
 void Scheduler::append_update(Index chunk, Index entry, bool copy_first, bool gate_on_gradient, std::uint64_t key) {
   ChunkState& state = chunk_states_[chunk];
   BALLAST_CHECK(!update_waits(chunk));
-  const bool due_taken = state.update_job != kNone;   // an earlier job is about to do what is due; this one is the next
+  const bool due_taken = state.update_job != kNone;  // an earlier job is about to do what is due; this one is the next
   const Index j = append_job(JobKind::update, chunk, entry, key + chunk);
   Job& job = jobs_[j];
   state.update_job = j;
@@ -429,12 +429,16 @@ void Scheduler::free_slot(SlotKind kind, Index slot) {
 
 Scheduler::Phase& Scheduler::phase(Job& job, Task task) {
   switch (task) {
-    case Task::read: return job.read;
-    case Task::write: return job.write;
+    case Task::read:
+      return job.read;
+    case Task::write:
+      return job.write;
     case Task::copy_in:
-    case Task::copy_out: return job.copy;
+    case Task::copy_out:
+      return job.copy;
     case Task::update:
-    case Task::accumulate: break;
+    case Task::accumulate:
+      break;
   }
   return job.cpu;
 }
@@ -531,8 +535,8 @@ void Scheduler::cancel_job(Index j) {
   Job& job = jobs_[j];
   if (job.cancelled) return;
   ChunkState& state = chunk_states_[job.chunk];
-  const bool carried_through = job.kind == JobKind::update &&
-                               (job.cpu == Phase::running || job.cpu == Phase::done || (job.gate_on_gradient && state.eager));
+  const bool carried_through = job.kind == JobKind::update && (job.cpu == Phase::running || job.cpu == Phase::done ||
+                                                               (job.gate_on_gradient && state.eager));
   job.owner_key = 0;
   if (carried_through || job.kind == JobKind::gradient) {
     unpush(Task::copy_in, j);
@@ -614,7 +618,7 @@ void Scheduler::decide(bool update) {
   for (Index c = 0; c < chunks_.size(); ++c) {
     ChunkState& state = chunk_states_[c];
     if (state.eager) {
-      BALLAST_CHECK(update);   // the update is done or under way
+      BALLAST_CHECK(update);  // the update is done or under way
     } else {
       const bool becomes_due = state.contributed && update;
       if (becomes_due) state.due = true;
@@ -691,7 +695,8 @@ void Scheduler::finished(const Action& action) {
   ChunkState& state = chunk_states_[job.chunk];
   switch (action.task) {
     case Task::read:
-    case Task::write: break;
+    case Task::write:
+      break;
     case Task::copy_in:
       if (job.entry != kNone) {
         --entries_[job.entry].in_flight;
@@ -724,7 +729,7 @@ void Scheduler::finished(const Action& action) {
     case Task::accumulate: {
       if (job.entry != kNone) {
         --entries_[job.entry].in_flight;
-        arrive(j);   // read from the device in place
+        arrive(j);  // read from the device in place
       }
       if (!units_[chunks_[job.chunk].unit].stored_gradients) {
         // The slot stays with the chunk until the update has consumed the gradient.

@@ -15,16 +15,16 @@ namespace ballast::schedule {
 struct Opening {
   std::uint32_t unit = 0;
   bool gradient = false;
-  std::uint64_t bytes = 0;       // a multiple of the alignment; 0 takes no place
+  std::uint64_t bytes = 0;  // a multiple of the alignment; 0 takes no place
   std::uint32_t open_at = 0;
   std::uint32_t close_at = 0;
 };
 
 struct DeviceMap {
   bool fits = false;
-  std::vector<std::uint64_t> offsets;   // one per opening, where it fits
-  std::uint64_t used_bytes = 0;         // highest end
-  std::uint64_t smallest_bytes = 0;     // a slab of this size fits (and none of this plan's form fits less)
+  std::vector<std::uint64_t> offsets;  // one per opening, where it fits
+  std::uint64_t used_bytes = 0;        // highest end
+  std::uint64_t smallest_bytes = 0;    // a slab of this size fits (and none of this plan's form fits less)
 };
 
 // Openings in the order of open_at.

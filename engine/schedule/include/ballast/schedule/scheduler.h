@@ -46,21 +46,21 @@ struct Chunk {
 struct Unit {
   Index first_chunk = 0;
   Index chunk_count = 0;
-  std::uint64_t parameter_bytes = 0;   // on the device; 0 where its parameters live there for good
-  std::uint64_t gradient_bytes = 0;    // of scratch on the device
-  bool stored_gradients = true;        // a place of their own in host or device memory; false: slots, consumed at once
+  std::uint64_t parameter_bytes = 0;  // on the device; 0 where its parameters live there for good
+  std::uint64_t gradient_bytes = 0;   // of scratch on the device
+  bool stored_gradients = true;       // a place of their own in host or device memory; false: slots, consumed at once
 };
 
 struct Limits {
   Index fetch_slots = 2;
   Index update_slots = 2;
   Index gradient_slots = 1;
-  Index reads = 8;                     // lane depths, in tasks
+  Index reads = 8;  // lane depths, in tasks
   Index writes = 8;
   Index copies_in = 4;
   Index copies_out = 4;
   Index cpu_tasks = 2;
-  Index entries = 64;                  // alive at once at most; append is refused beyond
+  Index entries = 64;  // alive at once at most; append is refused beyond
   Index jobs = 1024;
 };
 
@@ -73,23 +73,23 @@ enum class JobKind : std::uint8_t { fetch, update, gradient };
 struct Action {
   Task task = Task::read;
   JobKind job_kind = JobKind::fetch;
-  Index job = kNone;                   // identifies the job in finished()
+  Index job = kNone;  // identifies the job in finished()
   Index chunk = kNone;
   Index unit = kNone;
   SlotKind slot_kind = SlotKind::none;
-  Index slot = kNone;                  // where the bytes are on the host; kNone: the chunk's own place in its tier
-  Index gradient_slot = kNone;         // update: where the gradient is; kNone: in the unit's store
-  std::uint64_t device_offset = 0;     // of the entry (copies; accumulate from the device)
-  bool first = false;                  // gradient: overwrite rather than add
-  bool last = false;                   // gradient: the unit's last contribution of this step (sums are wanted)
-  bool urgent = false;                 // reads: somebody waits; writes: a job waits for the slot
+  Index slot = kNone;               // where the bytes are on the host; kNone: the chunk's own place in its tier
+  Index gradient_slot = kNone;      // update: where the gradient is; kNone: in the unit's store
+  std::uint64_t device_offset = 0;  // of the entry (copies; accumulate from the device)
+  bool first = false;               // gradient: overwrite rather than add
+  bool last = false;                // gradient: the unit's last contribution of this step (sums are wanted)
+  bool urgent = false;              // reads: somebody waits; writes: a job waits for the slot
 };
 
 // How an entry of parameters treats its unit's chunks. Chunks whose update is due are updated first in any form.
 enum class Form : std::uint8_t {
   fetch,
-  update_expected,   // just in time, ahead of the decision: states are read now, the update waits for decide()
-  update_after,      // eager: states are read with the parameters and updated when the gradient has come
+  update_expected,  // just in time, ahead of the decision: states are read now, the update waits for decide()
+  update_after,     // eager: states are read with the parameters and updated when the gradient has come
 };
 
 class Scheduler {
@@ -131,13 +131,14 @@ class Scheduler {
   std::size_t next(std::span<Action> out);
   void finished(const Action& action);
 
-  // --- questions ------------------------------------------------------------------------------------------------------
+  // --- questions
+  // ------------------------------------------------------------------------------------------------------
 
-  bool idle() const { return jobs_alive_ == 0; }           // no job is left
-  bool quiet() const { return in_flight_ == 0; }      // no task is in flight
+  bool idle() const { return jobs_alive_ == 0; }  // no job is left
+  bool quiet() const { return in_flight_ == 0; }  // no task is in flight
   bool update_due(Index chunk) const { return chunk_states_[chunk].due; }
-  bool unit_update_due(Index unit) const;                   // due, or under way
-  bool unit_busy(Index unit) const;                         // any job of the unit is alive
+  bool unit_update_due(Index unit) const;  // due, or under way
+  bool unit_busy(Index unit) const;        // any job of the unit is alive
   bool gradients_outstanding() const { return gradient_jobs_ != 0; }
   // The first live entry that overlaps a range, other than `except`; kNone: none. With leased_only, only entries whose
   // release the trainer has not asked for yet.
@@ -148,7 +149,7 @@ class Scheduler {
   Index entry_unit(Index entry) const { return entries_[entry].unit; }
   bool entry_alive(Index entry) const { return entry < entries_.size() && entries_[entry].alive; }
   Index entries_alive() const { return entry_count_; }
-  bool room_for(Index unit) const;                          // tables can take an entry with its jobs
+  bool room_for(Index unit) const;  // tables can take an entry with its jobs
   std::uint64_t updates_done(Index chunk) const { return chunk_states_[chunk].updates; }
 
   // Verifies every invariant; returns an empty text or what is broken. For tests: linear in the state.
@@ -163,22 +164,22 @@ class Scheduler {
   struct Job {
     JobKind kind = JobKind::fetch;
     bool alive = false;
-    bool cancelled = false;          // ends once nothing of it is in flight
-    bool slot_wanted = false;        // still waiting for its slot
-    bool head = false;               // first of its chunk's queue
-    bool gate_open = false;          // update: may run
-    bool gate_on_gradient = false;   // eager: opened by the gradient; otherwise by decide()
-    bool copy_first = false;         // copy in before the update (eager) or after it (just in time)
+    bool cancelled = false;         // ends once nothing of it is in flight
+    bool slot_wanted = false;       // still waiting for its slot
+    bool head = false;              // first of its chunk's queue
+    bool gate_open = false;         // update: may run
+    bool gate_on_gradient = false;  // eager: opened by the gradient; otherwise by decide()
+    bool copy_first = false;        // copy in before the update (eager) or after it (just in time)
     bool first = false, last = false;
     Phase read = Phase::unneeded, copy = Phase::unneeded, cpu = Phase::unneeded, write = Phase::unneeded;
     SlotKind slot_kind = SlotKind::none;
     Index slot = kNone;
     Index chunk = kNone;
-    Index entry = kNone;             // that waits for this chunk (gradient: the scratch it reads)
+    Index entry = kNone;  // that waits for this chunk (gradient: the scratch it reads)
     Index next_same_chunk = kNone;
-    Index next_waiting = kNone;      // in the slot kind's queue
-    std::uint64_t owner_key = 0;     // of the entry it was queued with; 0: none
-    std::uint64_t key = 0;           // program order
+    Index next_waiting = kNone;   // in the slot kind's queue
+    std::uint64_t owner_key = 0;  // of the entry it was queued with; 0: none
+    std::uint64_t key = 0;        // program order
   };
 
   struct Entry {
@@ -189,12 +190,12 @@ class Scheduler {
     bool released = false;
     bool cancelled = false;
     bool committed = false;
-    bool range_free = false;         // nothing earlier overlaps
+    bool range_free = false;  // nothing earlier overlaps
     Index unit = kNone;
-    Index source = kNone;            // an earlier live entry whose bytes this one uses
-    Index missing = 0;               // chunks not yet arrived (gradient: not yet read)
-    Index in_flight = 0;             // copies touching its range
-    Index previous = kNone, next = kNone;   // program order
+    Index source = kNone;                  // an earlier live entry whose bytes this one uses
+    Index missing = 0;                     // chunks not yet arrived (gradient: not yet read)
+    Index in_flight = 0;                   // copies touching its range
+    Index previous = kNone, next = kNone;  // program order
     std::uint64_t offset = 0, bytes = 0;
     std::uint64_t key = 0;
   };
@@ -202,12 +203,12 @@ class Scheduler {
   struct ChunkState {
     Index queue_head = kNone, queue_tail = kNone;        // fetch and update jobs
     Index gradient_head = kNone, gradient_tail = kNone;  // gradient jobs
-    Index update_job = kNone;        // the last one queued that has not updated yet
-    Index gradient_slot = kNone;     // holds the gradient until the update has consumed it
-    bool contributed = false;        // has a gradient in the running step
-    bool eager = false;              // ... whose update does not wait for decide()
-    bool gradient_here = false;      // eager: it has arrived
-    bool due = false;                // decided, not yet updated
+    Index update_job = kNone;                            // the last one queued that has not updated yet
+    Index gradient_slot = kNone;                         // holds the gradient until the update has consumed it
+    bool contributed = false;                            // has a gradient in the running step
+    bool eager = false;                                  // ... whose update does not wait for decide()
+    bool gradient_here = false;                          // eager: it has arrived
+    bool due = false;                                    // decided, not yet updated
     std::uint32_t updates = 0;
   };
 
@@ -217,7 +218,7 @@ class Scheduler {
   };
 
   struct Lane {
-    std::vector<std::pair<std::uint64_t, Index>> heap;   // (program order, job), smallest first
+    std::vector<std::pair<std::uint64_t, Index>> heap;  // (program order, job), smallest first
     Index depth = 1;
     Index in_flight = 0;
   };
@@ -225,7 +226,7 @@ class Scheduler {
   // A unit's parameters that are still on the device, valid until something is written over them.
   struct Copy {
     Index unit = kNone;
-    Index entry = kNone;             // while alive
+    Index entry = kNone;  // while alive
     std::uint64_t offset = 0, bytes = 0;
   };
 
@@ -253,6 +254,7 @@ class Scheduler {
     return job != kNone && !jobs_[job].gate_open;
   }
   void end_entry_if_over(Index entry);
+  bool entry_ready(const Entry& entry) const;
   void refresh_ranges();
   bool held_by_trainer(const Job& job) const;
   bool running(const Job& job) const;
@@ -273,8 +275,8 @@ class Scheduler {
   std::vector<Index> free_entries_;
   std::vector<Job> jobs_;
   std::vector<Index> free_jobs_;
-  std::array<SlotPool, 3> pools_;        // fetch, update, gradient
-  std::array<Lane, 5> lanes_;            // read, write, copy in, copy out, cpu
+  std::array<SlotPool, 3> pools_;  // fetch, update, gradient
+  std::array<Lane, 5> lanes_;      // read, write, copy in, copy out, cpu
   Index entry_head_ = kNone, entry_tail_ = kNone, entry_count_ = 0;
   Index jobs_alive_ = 0, gradient_jobs_ = 0, in_flight_ = 0;
   std::uint64_t next_key_ = 1;
