@@ -82,21 +82,25 @@ std::vector<std::string> levels(const std::string& root, const Mount& mount, std
   return folders;
 }
 
-// Bytes of file cache that the kernel drops before it refuses memory.
-std::uint64_t droppable_bytes(const std::string& folder, bool version2) {
-  const auto text = read_system_file(folder + "/memory.stat");
-  if (!text) return 0;
-  std::uint64_t bytes = 0;
+struct MemoryStatistics {
+  std::uint64_t droppable_bytes = 0;          // file cache that the kernel drops before it refuses memory
+  std::uint64_t limit_bytes = kNoLimitBytes;  // version 1: over all levels, those not mounted here included
+};
+
+MemoryStatistics read_memory_statistics(const std::string& folder, bool version2) {
+  MemoryStatistics statistics;
   const std::string prefix = version2 ? "" : "total_";
-  for (const std::string& line : split(*text, '\n')) {
+  for (const std::string& line : split(read_system_file(folder + "/memory.stat").value_or(""), '\n')) {
     const auto fields = split(line, ' ');
     if (fields.size() != 2) continue;
-    if (fields[0] != prefix + "inactive_file" && fields[0] != prefix + "active_file") continue;
     std::uint64_t value = 0;
     const auto result = std::from_chars(fields[1].data(), fields[1].data() + fields[1].size(), value);
-    if (result.ec == std::errc()) bytes += value;
+    if (result.ec != std::errc()) continue;
+    if (fields[0] == prefix + "inactive_file" || fields[0] == prefix + "active_file")
+      statistics.droppable_bytes += value;
+    if (!version2 && fields[0] == "hierarchical_memory_limit") statistics.limit_bytes = value;
   }
-  return bytes;
+  return statistics;
 }
 
 std::uint64_t left(const CgroupLimits& limits) {
@@ -106,7 +110,8 @@ std::uint64_t left(const CgroupLimits& limits) {
 }
 
 void consider_memory(const std::string& folder, bool version2, CgroupLimits& limits) {
-  std::uint64_t limit = kNoLimitBytes;
+  const MemoryStatistics statistics = read_memory_statistics(folder, version2);
+  std::uint64_t limit = std::min(kNoLimitBytes, statistics.limit_bytes);
   for (const char* name : {version2 ? "/memory.max" : "/memory.limit_in_bytes", version2 ? "/memory.high" : ""}) {
     if (*name != '\0') limit = std::min(limit, read_system_number(folder + name).value_or(kNoLimitBytes));
   }
@@ -115,7 +120,7 @@ void consider_memory(const std::string& folder, bool version2, CgroupLimits& lim
   level.memory_limit_bytes = limit;
   const std::uint64_t used =
       read_system_number(folder + (version2 ? "/memory.current" : "/memory.usage_in_bytes")).value_or(0);
-  const std::uint64_t droppable = droppable_bytes(folder, version2);
+  const std::uint64_t droppable = statistics.droppable_bytes;
   level.memory_used_bytes = used > droppable ? used - droppable : 0;
   // A limit of zero is a limit too, but zero means none in the result.
   if (level.memory_limit_bytes == 0) level.memory_limit_bytes = level.memory_used_bytes = 1;

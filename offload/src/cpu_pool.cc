@@ -3,6 +3,7 @@
 #include "ballast/offload/cpu_pool.h"
 
 #include <oneapi/tbb/blocked_range.h>
+#include <oneapi/tbb/global_control.h>
 #include <oneapi/tbb/parallel_for.h>
 #include <oneapi/tbb/partitioner.h>
 #include <oneapi/tbb/task_arena.h>
@@ -88,9 +89,12 @@ class TbbPool final : public CpuPool {
 std::unique_ptr<CpuPool> make_tbb_pool(int threads) {
   if (threads < 1)
     throw ConfigError("a CPU pool needs at least one thread; " + std::to_string(threads) + " were asked for");
+  // TBB gives a process no more threads than this; asking for more makes it print a warning.
+  const std::size_t allowed = tbb::global_control::active_value(tbb::global_control::max_allowed_parallelism);
+  const int width = static_cast<int>(std::min(static_cast<std::size_t>(threads), allowed));
   // One thread is the caller's own: nothing to hand over, nothing to wait for.
-  if (threads == 1) return make_inline_pool();
-  return std::make_unique<TbbPool>(threads);
+  if (width <= 1) return make_inline_pool();
+  return std::make_unique<TbbPool>(width);
 }
 
 std::unique_ptr<CpuPool> make_inline_pool() { return std::make_unique<InlinePool>(); }

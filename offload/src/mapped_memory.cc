@@ -45,29 +45,12 @@ int populate(std::byte* data, std::uint64_t bytes) {
     if (madvise(data + at, piece, MADV_POPULATE_WRITE) == 0) {
       at += piece;
     } else if (errno == EINVAL) {
-      break;  // a kernel before 5.14
+      return populate_by_reading(data + at, bytes - at);  // a kernel before 5.14
     } else if (errno != EINTR && errno != EAGAIN) {
       return errno;
     }
-    if (at == bytes) return 0;
   }
-  if (bytes == 0) return 0;
-  // Reading zeros into memory makes the kernel touch it: EFAULT comes back where a store would end the process.
-  const int zero = open("/dev/zero", O_RDONLY | O_CLOEXEC);
-  if (zero < 0) return errno;
-  int error = 0;
-  for (std::uint64_t at = 0; at < bytes && error == 0;) {
-    const ssize_t count = read(zero, data + at, std::min(kAlignmentBytes, bytes - at));
-    if (count > 0) {
-      at += static_cast<std::uint64_t>(count);
-    } else if (count == 0) {
-      error = EIO;
-    } else if (errno != EINTR) {
-      error = errno;
-    }
-  }
-  close(zero);
-  return error;
+  return 0;
 }
 
 void advise(std::byte* data, std::uint64_t bytes, int advice, const char* what, std::vector<std::string>& notes) {
@@ -159,6 +142,25 @@ std::optional<std::uint64_t> huge_bytes(const std::byte* data, std::uint64_t byt
 }
 
 }  // namespace
+
+int populate_by_reading(std::byte* data, std::uint64_t bytes) {
+  // Reading zeros into memory makes the kernel touch it: EFAULT comes back where a store would end the process.
+  const int zero = open("/dev/zero", O_RDONLY | O_CLOEXEC);
+  if (zero < 0) return errno;
+  int error = 0;
+  for (std::uint64_t at = 0; at < bytes && error == 0;) {
+    const ssize_t count = read(zero, data + at, std::min(kAlignmentBytes, bytes - at));
+    if (count > 0) {
+      at += static_cast<std::uint64_t>(count);
+    } else if (count == 0) {
+      error = EIO;
+    } else if (errno != EINTR) {
+      error = errno;
+    }
+  }
+  close(zero);
+  return error;
+}
 
 void check_free_memory(std::string_view purpose, std::uint64_t bytes, const Topology& topology) {
   const std::uint64_t free_bytes = free_memory_bytes(topology);

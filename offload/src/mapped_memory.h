@@ -38,4 +38,8 @@ void unmap_memory(const MappedMemory& memory);
 // Throws PlanError unless `bytes` are free: names what the machine and its control group leave.
 void check_free_memory(std::string_view purpose, std::uint64_t bytes, const Topology& topology);
 
+// Backs every page of writable, untouched memory on kernels without MADV_POPULATE_WRITE. Returns 0 or an errno (EFAULT
+// where no page is to be had), never a signal.
+int populate_by_reading(std::byte* data, std::uint64_t bytes);
+
 }  // namespace ballast::offload

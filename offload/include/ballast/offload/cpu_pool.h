@@ -15,10 +15,13 @@ class CpuPool {
   // Calls body on disjoint pieces of [0, count), each cut at multiples of `grain`, and returns when all are done. One
   // caller at a time per pool; body must not throw. Works inside a caller's own TBB loop (the arena is isolated).
   virtual void parallel_for(std::size_t count, std::size_t grain, Body body, void* context) = 0;
+  // The most threads that are in bodies at once, the caller's included.
   virtual int threads() const = 0;
 };
 
-// An arena of its own with `threads` slots (the caller fills one); sets no process-wide limit.
+// An arena of its own with `threads` slots (the caller fills one), or as many as TBB may start in this process: the
+// CPUs of the affinity mask, unless a tbb::global_control says otherwise. Sets no process-wide limit. Throws
+// ConfigError below one thread.
 std::unique_ptr<CpuPool> make_tbb_pool(int threads);
 // The same pieces, on the caller's thread: simulation and reference.
 std::unique_ptr<CpuPool> make_inline_pool();
