@@ -272,14 +272,6 @@ Config from_value(const Value& value) {
   return config;
 }
 
-void validate_as(const Config& config, const std::string& name) {
-  try {
-    config.validate();
-  } catch (const ConfigError& error) {
-    throw ConfigError(name + ": " + error.what());
-  }
-}
-
 std::string read_text(const std::string& path) {
   errno = 0;
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rbe"), std::fclose);
@@ -338,21 +330,26 @@ std::string size_text(std::uint64_t bytes) {
 
 }  // namespace
 
-Config Config::from_json(std::string_view text, const std::string& name) {
-  const Config config = from_value(json::parse(text, name));
-  validate_as(config, name);
+Config Config::from_json(std::string_view text, const std::string& name,
+                         const std::vector<std::pair<std::string, std::string>>& overrides) {
+  Value root = json::parse(text, name);
+  if (root.kind == Kind::object)
+    for (const auto& [key, value] : overrides) apply(&root, key, value);
+  const Config config = from_value(root);
+  try {
+    config.validate();
+  } catch (const ConfigError& error) {
+    throw ConfigError(name + (overrides.empty() ? ": " : " with --set: ") + error.what());
+  }
   return config;
 }
+
+Config Config::from_json(std::string_view text, const std::string& name) { return from_json(text, name, {}); }
 
 Config Config::from_file(const std::string& path) { return from_file(path, {}); }
 
 Config Config::from_file(const std::string& path, const std::vector<std::pair<std::string, std::string>>& overrides) {
-  Value root = json::parse(read_text(path), path);
-  if (root.kind == Kind::object)
-    for (const auto& [key, value] : overrides) apply(&root, key, value);
-  const Config config = from_value(root);
-  validate_as(config, overrides.empty() ? path : path + " with --set");
-  return config;
+  return from_json(read_text(path), path, overrides);
 }
 
 std::string Config::to_json() const {

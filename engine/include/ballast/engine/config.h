@@ -78,6 +78,8 @@ struct Config {
   // overrides are dotted key and value; a value is JSON where it parses as JSON, a string (or, for a list, strings
   // separated by commas) otherwise.
   static Config from_file(const std::string& path, const std::vector<std::pair<std::string, std::string>>& overrides);
+  static Config from_json(std::string_view text, const std::string& name,
+                          const std::vector<std::pair<std::string, std::string>>& overrides);
   std::string to_json() const;                    // round-trips
   void validate() const;
 };

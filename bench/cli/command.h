@@ -1,0 +1,45 @@
+// The subcommands of `ballast`. Each adds its options to the parser and hands back what to run once they are parsed;
+// that returns the exit status or throws.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ballast/engine/config.h>
+
+#include <CLI/CLI.hpp>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ballast::cli {
+
+using Run = std::function<int()>;
+
+// A subcommand that can run.
+struct Command {
+  CLI::App* parser;
+  Run run;
+};
+
+Command add_train(CLI::App& app);
+Command add_doctor(CLI::App& app);
+Command add_bench_io(CLI::App& bench);
+Command add_bench_adam(CLI::App& bench);
+
+// --engine and --set, which most subcommands take.
+class EngineOptions {
+ public:
+  void add_to(CLI::App& parser, bool engine_required);
+  // Throws ConfigError.
+  Config load() const;
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+  std::vector<std::string> settings_;
+};
+
+// A size such as "2GiB" given to an option. Throws ConfigError naming the option.
+std::uint64_t size_option(const std::string& option, const std::string& text);
+
+}  // namespace ballast::cli

@@ -1,0 +1,253 @@
+// ballast train: the reference GPT on the bytes of any file.
+// SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/error.h>
+#include <ballast/base/size.h>
+#include <ballast/engine/engine.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "command.h"
+#include "display.h"
+#include "gpt/trainer.h"
+#include "interrupt.h"
+#include "output_file.h"
+#include "run_record.h"
+
+namespace ballast::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Options {
+  EngineOptions engine;
+  std::string model, data;
+  std::int64_t steps = 100;
+  std::optional<std::int64_t> batch;
+  std::int64_t sequence = 128;
+  std::int64_t micro_batches = 1;
+  std::string order = "horizontal";
+  std::optional<double> learning_rate;
+  std::uint64_t seed = 0;
+  std::string checkpoint;
+  std::int64_t every = 0;
+  bool resume = false;
+  bool overwrite = false;
+  std::string json, log, trace;
+};
+
+gpt::TrainSettings settings_of(const Options& options) {
+  gpt::TrainSettings settings;
+  settings.micro_batches = options.micro_batches;
+  settings.batch = options.batch.value_or(4 * options.micro_batches);
+  settings.sequence = options.sequence;
+  settings.order = options.order == "vertical" ? gpt::MicroBatchOrder::vertical : gpt::MicroBatchOrder::horizontal;
+  settings.seed = options.seed;
+  return settings;
+}
+
+void check(const Options& options) {
+  if (!options.checkpoint.empty() || options.every != 0)
+    throw ConfigError("this build writes no checkpoints: leave out --checkpoint and --every");
+  if (options.learning_rate && !(std::isfinite(*options.learning_rate) && *options.learning_rate >= 0))
+    throw ConfigError("--learning-rate must be a finite number, 0 or more");
+}
+
+std::string of_budget(std::uint64_t peak, std::uint64_t budget) {
+  return base::format_size(peak) + " of " + base::format_size(budget);
+}
+
+void print_opening(const Options& options, const Report& report, const gpt::ByteData& data,
+                   const gpt::GptTrainer& trainer) {
+  std::printf("%s: %s parameters; %s: %s\n", options.model.c_str(),
+              count_text(static_cast<double>(report.parameters)).c_str(), options.data.c_str(),
+              base::format_size(data.bytes()).c_str());
+  std::printf("device %s, placement %s, timing %s, %d engine thread%s, ZeRO stage %d\n", report.device.c_str(),
+              report.placement.c_str(), report.timing.c_str(), report.threads, report.threads == 1 ? "" : "s",
+              report.zero_stage);
+  if (report.nvme_stored_bytes > 0)
+    std::printf("NVMe: %s stored, %s%s%s\n", base::format_size(report.nvme_stored_bytes).c_str(),
+                report.io_backend.c_str(), report.io_backend_reason.empty() ? "" : ": ",
+                report.io_backend_reason.c_str());
+  std::printf("maths: %s; %s of activations\n", trainer.maths_note().c_str(),
+              base::format_size(trainer.activation_bytes()).c_str());
+  std::fflush(stdout);
+}
+
+void print_closing(const RunRecord& record) {
+  const Report& report = record.end;
+  const std::size_t last = std::min<std::size_t>(10, record.steps.size());
+  double recent = 0;
+  for (std::size_t i = record.steps.size() - last; i < record.steps.size(); ++i)
+    recent += record.steps[i].loss / static_cast<double>(last);
+  const double parameters = static_cast<double>(report.parameters);
+  const auto per_parameter = [&](Lane lane) { return fixed_text(record.bytes_per_step(lane) / parameters, 2); };
+  std::vector<std::pair<std::string, std::string>> rows = {
+      {"loss, nats per byte", fixed_text(record.steps.front().loss, 3) + " -> " + fixed_text(recent, 3) +
+                                  " (mean of the last " + std::to_string(last) + ")"},
+      {"tokens/s", fixed_text(record.tokens_per_second(), 0)},
+      {"NVMe bytes per parameter and step",
+       per_parameter(Lane::nvme_read) + " read + " + per_parameter(Lane::nvme_write) + " written"},
+      {"efficiency (bound / actual)", fixed_text(record.efficiency(), 2) + ", bound by " + record.bounding_lane() +
+                                          "; " + fixed_text(record.steady_step_seconds() * 1e3, 1) + " ms a step"},
+      {"peak device memory", of_budget(report.peak_device_bytes, report.budget_device_bytes)},
+      {"peak host memory", of_budget(report.peak_host_bytes, report.budget_host_bytes)},
+      {"peak resident set", base::format_size(peak_resident_bytes())}};
+  if (record.rates)
+    rows.push_back({"NVMe rates measured at start", rate_text(record.rates->read_bytes_per_second) + " read, " +
+                                                        rate_text(record.rates->write_bytes_per_second) + " written, " +
+                                                        rate_text(record.rates->mixed_bytes_per_second) + " mixed" +
+                                                        (record.rates->direct ? "" : " (page cache)")});
+  if (report.steps_discarded > 0)
+    rows.push_back({"steps discarded (gradients not finite)", std::to_string(report.steps_discarded)});
+  print_table(rows);
+}
+
+// Nothing, with a note, where the paths have no room left for the measurement: training itself can go on.
+std::optional<StorageRates> rates_of(const Config& config, const std::string& backend) {
+  try {
+    return measure_storage_rates(config.nvme.paths, config.nvme.block_bytes, config.nvme.queue_depth, backend);
+  } catch (const Error& error) {
+    std::printf("note: the rates of the NVMe paths are not measured, and efficiency is not told: %s\n", error.what());
+    return std::nullopt;
+  }
+}
+
+std::string log_line(std::uint64_t index, const StepRecord& step, bool updated) {
+  nlohmann::ordered_json line;
+  line["step"] = index;
+  line["loss"] = finite_or_null(step.loss);
+  line["grad_norm"] = finite_or_null(step.grad_norm);
+  line["seconds"] = finite_or_null(step.seconds);
+  if (!updated) line["discarded"] = true;
+  return line.dump();
+}
+
+std::string progress_line(std::uint64_t done, std::int64_t steps, const StepRecord& step, double seconds,
+                          std::uint64_t tokens) {
+  char text[160];
+  std::snprintf(text, sizeof text, "step %llu/%lld  loss %.4f  norm %.3f  %s tokens/s  %.0f s left",
+                static_cast<unsigned long long>(done), static_cast<long long>(steps), step.loss, step.grad_norm,
+                count_text(static_cast<double>(tokens) / step.seconds).c_str(),
+                seconds / static_cast<double>(done) * static_cast<double>(static_cast<std::uint64_t>(steps) - done));
+  return text;
+}
+
+// Runs the steps; the signal that ended them early, or 0.
+int run_steps(const Options& options, Engine& engine, gpt::GptTrainer& trainer, LineLog& log, Progress& progress,
+              RunRecord* record) {
+  const std::size_t steps = static_cast<std::size_t>(options.steps);
+  const InterruptGuard guard;
+  const Clock::time_point begin = Clock::now();
+  const auto since = [](Clock::time_point from) { return std::chrono::duration<double>(Clock::now() - from).count(); };
+  record->steady_begin = engine.report();
+  record->steps.reserve(steps);
+  for (std::size_t i = 0; i < steps; ++i) {
+    if (InterruptGuard::signal_seen() != 0) return InterruptGuard::signal_seen();
+    if (i == warm_up_steps(steps)) record->steady_begin = engine.report();
+    const Clock::time_point step_begin = Clock::now();
+    const gpt::StepResult result = trainer.step(i, options.learning_rate);
+    const StepRecord step{result.loss, result.grad_norm, since(step_begin)};
+    record->steps.push_back(step);
+    log.append(log_line(i, step, result.updated));
+    progress.update(progress_line(i + 1, options.steps, step, since(begin), record->tokens_per_step), i + 1 == steps);
+  }
+  record->end = engine.report();
+  engine.settle();  // the last step's pending updates may still fail
+  return 0;
+}
+
+int run(const Options& options) {
+  check(options);
+  const Config config = options.engine.load();
+  const gpt::GptShape shape = gpt::GptShape::from_file(options.model);
+  const gpt::TrainSettings settings = settings_of(options);
+  settings.validate(shape);
+  const auto data = gpt::ByteData::open(options.data);
+  data->require_sequence(settings.sequence);
+  OutputFile json_file(options.json);
+  OutputFile trace_file(options.trace);
+  LineLog log(options.log);
+  Progress progress;
+  std::mutex mutex;
+  EngineEnvironment environment;
+  environment.log = [&](LogLevel level, std::string_view text) {
+    if (level == LogLevel::debug) return;
+    const std::lock_guard lock(mutex);
+    progress.finish();
+    std::fprintf(level == LogLevel::info ? stdout : stderr, "%s%.*s\n",
+                 level == LogLevel::info ? "note: " : "ballast: warning: ", static_cast<int>(text.size()), text.data());
+  };
+  if (options.resume) std::printf("nothing to resume from: starting at step 0\n");
+
+  Engine engine(config, environment);
+  gpt::GptTrainer trainer(engine, shape, settings, data);
+  engine.commit();
+  engine.initialize(trainer.fill());
+  RunRecord record;
+  record.tokens_per_step = trainer.tokens_per_step();
+  const Report plan = engine.report();
+  print_opening(options, plan, *data, trainer);
+  if (plan.nvme_stored_bytes > 0) record.rates = rates_of(config, plan.io_backend);
+
+  if (const int signal = run_steps(options, engine, trainer, log, progress, &record); signal != 0) {
+    progress.finish();
+    std::fprintf(stderr, "ballast: interrupted after step %zu\n", record.steps.size());
+    return 128 + signal;
+  }
+  print_closing(record);
+  if (trace_file.wanted()) {
+    engine.write_trace(trace_file.temporary_path());
+    trace_file.publish();
+  }
+  if (json_file.wanted()) {
+    nlohmann::ordered_json out = to_json(record);
+    out["model"] = options.model;
+    out["data"] = options.data;
+    out["batch"] = settings.batch;
+    out["sequence"] = settings.sequence;
+    out["micro_batches"] = settings.micro_batches;
+    out["order"] = options.order;
+    out["seed"] = settings.seed;
+    out["configuration"] = nlohmann::ordered_json::parse(config.to_json());
+    json_file.publish(out.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+  }
+  return 0;
+}
+
+}  // namespace
+
+Command add_train(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  CLI::App* parser = app.add_subcommand("train", "Train a GPT on the bytes of a file");
+  parser->add_option("--model", options->model, "Shape of the model, JSON")->type_name("FILE")->required();
+  options->engine.add_to(*parser, true);
+  parser->add_option("--data", options->data, "The text; its bytes are the tokens")->type_name("FILE")->required();
+  const CLI::Range positive(std::int64_t{1}, std::int64_t{1} << 40);
+  parser->add_option("--steps", options->steps, "Optimizer steps")->check(positive)->capture_default_str();
+  parser->add_option("--batch", options->batch, "Sequences per step, over all micro-batches (4 x micro-batches)")
+      ->check(positive);
+  parser->add_option("--sequence", options->sequence, "Tokens per sequence")->check(positive)->capture_default_str();
+  parser->add_option("--micro-batches", options->micro_batches, "Parts that a step's batch is computed in")
+      ->check(positive)
+      ->capture_default_str();
+  parser->add_option("--order", options->order, "horizontal: one micro-batch after another; vertical: layer by layer")
+      ->check(CLI::IsMember({"horizontal", "vertical"}))
+      ->capture_default_str();
+  parser->add_option("--learning-rate", options->learning_rate, "Instead of optimizer.learning_rate");
+  parser->add_option("--seed", options->seed, "Of the initial parameters and of the batches")->capture_default_str();
+  parser->add_option("--checkpoint", options->checkpoint, "Folder for checkpoints")->type_name("DIR");
+  parser->add_option("--every", options->every, "Steps between checkpoints")->check(positive);
+  parser->add_flag("--resume", options->resume, "Go on from the last committed state, where there is one");
+  parser->add_flag("--overwrite", options->overwrite, "Replace the state of an earlier run");
+  parser->add_option("--json", options->json, "Write all figures to FILE")->type_name("FILE");
+  parser->add_option("--log", options->log, "Append one JSON line per step to FILE")->type_name("FILE");
+  parser->add_option("--trace", options->trace, "Write a timeline for Perfetto to FILE")->type_name("FILE");
+  return {parser, [options] { return run(*options); }};
+}
+
+}  // namespace ballast::cli

@@ -1,0 +1,36 @@
+// --engine, --set, and sizes on the command line.
+// SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/error.h>
+#include <ballast/base/size.h>
+
+#include "command.h"
+
+namespace ballast::cli {
+
+void EngineOptions::add_to(CLI::App& parser, bool engine_required) {
+  CLI::Option* engine = parser.add_option("--engine", path_, "Engine configuration, JSON")->type_name("FILE");
+  if (engine_required) engine->required();
+  parser.add_option("--set", settings_, "Override a key of the configuration, such as budget.host=256MiB; may repeat")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false);
+}
+
+Config EngineOptions::load() const {
+  std::vector<std::pair<std::string, std::string>> overrides;
+  for (const std::string& setting : settings_) {
+    const std::size_t equals = setting.find('=');
+    if (equals == setting.npos)
+      throw ConfigError("--set " + setting.substr(0, 60) + ": wants KEY=VALUE, such as budget.host=256MiB");
+    overrides.emplace_back(setting.substr(0, equals), setting.substr(equals + 1));
+  }
+  return path_.empty() ? Config::from_json("{}", "configuration", overrides) : Config::from_file(path_, overrides);
+}
+
+std::uint64_t size_option(const std::string& option, const std::string& text) {
+  const auto bytes = base::parse_size(text);
+  if (!bytes || *bytes == 0)
+    throw ConfigError(option + " must be a size with a unit, such as \"2GiB\", not \"" + text.substr(0, 60) + "\"");
+  return *bytes;
+}
+
+}  // namespace ballast::cli

@@ -1,0 +1,117 @@
+// Output that is whole or absent.
+// SPDX-License-Identifier: Apache-2.0
+#include "output_file.h"
+
+#include <ballast/base/error.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace ballast::cli {
+namespace {
+
+std::string reason() { return std::strerror(errno); }
+
+// False, with errno, where not all of it could be written.
+bool write_all(int descriptor, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t written = ::write(descriptor, text.data(), text.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return false;
+    text.remove_prefix(static_cast<std::size_t>(written));
+  }
+  return true;
+}
+
+// Removes a line without an end, left by a process that was killed within a write. Pipes and terminals are left alone.
+void cut_torn_line(int descriptor, const std::string& path) {
+  struct stat status {};
+  if (::fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) return;
+  off_t end = status.st_size;
+  char buffer[4096];
+  while (end > 0) {
+    const off_t begin = end > static_cast<off_t>(sizeof buffer) ? end - static_cast<off_t>(sizeof buffer) : 0;
+    const ssize_t count = ::pread(descriptor, buffer, static_cast<std::size_t>(end - begin), begin);
+    if (count != end - begin) throw ConfigError("cannot read the log " + path + ": " + reason());
+    const void* newline = ::memrchr(buffer, '\n', static_cast<std::size_t>(count));
+    if (newline != nullptr) {
+      end = begin + (static_cast<const char*>(newline) - buffer) + 1;
+      break;
+    }
+    end = begin;
+  }
+  if (end != status.st_size && ::ftruncate(descriptor, end) != 0)
+    throw ConfigError("cannot cut the torn last line of " + path + ": " + reason());
+}
+
+}  // namespace
+
+OutputFile::OutputFile(std::string path) : path_(std::move(path)) {
+  if (path_.empty()) return;
+  struct stat status {};
+  const bool there = ::stat(path_.c_str(), &status) == 0;
+  if (there && S_ISDIR(status.st_mode)) throw ConfigError("cannot write " + path_ + ": it is a directory");
+  if (there && !S_ISREG(status.st_mode)) {
+    temporary_ = path_;
+    return;
+  }
+  temporary_ = path_ + ".partial-" + std::to_string(::getpid());
+  const int descriptor = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (descriptor < 0) throw ConfigError("cannot write " + path_ + ": " + reason());
+  ::close(descriptor);
+}
+
+OutputFile::~OutputFile() {
+  if (wanted() && !published_ && temporary_ != path_) ::unlink(temporary_.c_str());
+}
+
+void OutputFile::publish() {
+  if (!wanted()) return;
+  if (temporary_ != path_ && ::rename(temporary_.c_str(), path_.c_str()) != 0)
+    throw IoError("cannot rename " + temporary_ + " to " + path_ + ": " + reason());
+  published_ = true;
+}
+
+void OutputFile::publish(std::string_view text) {
+  if (!wanted()) return;
+  const int descriptor = ::open(temporary_.c_str(), O_WRONLY | O_TRUNC | O_CLOEXEC);
+  if (descriptor < 0) throw IoError("cannot write " + temporary_ + ": " + reason());
+  const bool written = write_all(descriptor, text);
+  const std::string why = written ? "" : reason();
+  const bool closed = ::close(descriptor) == 0;
+  if (!written || !closed) throw IoError("cannot write " + temporary_ + ": " + (written ? reason() : why));
+  publish();
+}
+
+LineLog::LineLog(std::string path) : path_(std::move(path)) {
+  if (path_.empty()) return;
+  made_ = ::access(path_.c_str(), F_OK) != 0;
+  descriptor_ = ::open(path_.c_str(), O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+  if (descriptor_ < 0 && (errno == EACCES || errno == ENXIO || errno == EINVAL))
+    descriptor_ = ::open(path_.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+  if (descriptor_ < 0) throw ConfigError("cannot append to the log " + path_ + ": " + reason());
+  try {
+    cut_torn_line(descriptor_, path_);
+  } catch (...) {
+    ::close(descriptor_);
+    throw;
+  }
+}
+
+LineLog::~LineLog() {
+  if (descriptor_ < 0) return;
+  ::close(descriptor_);
+  if (made_ && !written_) ::unlink(path_.c_str());
+}
+
+void LineLog::append(std::string_view line) {
+  if (descriptor_ < 0) return;
+  written_ = true;
+  if (!write_all(descriptor_, std::string(line) + "\n"))
+    throw IoError("cannot append to the log " + path_ + ": " + reason());
+}
+
+}  // namespace ballast::cli

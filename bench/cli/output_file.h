@@ -1,0 +1,52 @@
+// Files that a command writes for machines: whole or not at all, and refused before the work rather than after it.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace ballast::cli {
+
+// A file that appears at once when all of it is written: a temporary beside it, then a rename. A path that is there and
+// is no regular file (a pipe, /dev/stdout) is written in place.
+class OutputFile {
+ public:
+  // With an empty path nothing is written. Throws ConfigError where the file could not be made.
+  explicit OutputFile(std::string path);
+  ~OutputFile();  // removes what was not published
+  OutputFile(const OutputFile&) = delete;
+  OutputFile& operator=(const OutputFile&) = delete;
+
+  bool wanted() const { return !path_.empty(); }
+  // Where to write before publish().
+  const std::string& temporary_path() const { return temporary_; }
+  // Throw IoError.
+  void publish();
+  void publish(std::string_view text);
+
+ private:
+  std::string path_;
+  std::string temporary_;
+  bool published_ = false;
+};
+
+// A file that grows by whole lines, each written by one call. What an earlier process left of a torn line is cut off.
+class LineLog {
+ public:
+  // With an empty path nothing is written. Throws ConfigError where the file cannot be appended to.
+  explicit LineLog(std::string path);
+  ~LineLog();  // removes a file that it made and that stayed empty
+  LineLog(const LineLog&) = delete;
+  LineLog& operator=(const LineLog&) = delete;
+
+  // `line` without its newline. Throws IoError.
+  void append(std::string_view line);
+
+ private:
+  std::string path_;
+  int descriptor_ = -1;
+  bool made_ = false;
+  bool written_ = false;
+};
+
+}  // namespace ballast::cli

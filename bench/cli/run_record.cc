@@ -1,0 +1,161 @@
+// Figures of a run.
+// SPDX-License-Identifier: Apache-2.0
+#include "run_record.h"
+
+#include <ballast/base/size.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <fstream>
+#include <limits>
+
+#include "storage_bench.h"
+
+namespace ballast::cli {
+namespace {
+
+constexpr std::uint64_t kRateBytes = std::uint64_t{512} << 20;
+constexpr double kRatePassSeconds = 0.4;
+
+const LaneReport& lane_of(const Report& report, Lane lane) { return report.lanes[static_cast<std::size_t>(lane)]; }
+
+constexpr std::array<std::pair<Lane, const char*>, 5> kOtherLanes = {{{Lane::host_to_device, "host_to_device"},
+                                                                      {Lane::device_to_host, "device_to_host"},
+                                                                      {Lane::collective, "collective"},
+                                                                      {Lane::compute, "compute"},
+                                                                      {Lane::cpu, "cpu"}}};
+
+}  // namespace
+
+StorageRates measure_storage_rates(const std::vector<std::string>& paths, std::uint64_t block_bytes,
+                                   std::uint32_t queue_depth, const std::string& backend) {
+  StorageBench bench({.paths = paths,
+                      .bytes_per_path = std::max(base::round_down(kRateBytes, block_bytes), block_bytes),
+                      .block_bytes = block_bytes,
+                      .queue_depth = queue_depth,
+                      .backend = backend_from(backend),
+                      .pass_seconds_max = kRatePassSeconds});
+  StorageRates rates;
+  bench.prepare();
+  using Pattern = StorageBench::Pattern;
+  rates.write_bytes_per_second = bench.run(Pattern::write).bytes_per_second();
+  rates.read_bytes_per_second = bench.run(Pattern::read).bytes_per_second();
+  rates.mixed_bytes_per_second = bench.run(Pattern::mixed).bytes_per_second();
+  rates.direct = bench.direct();
+  return rates;
+}
+
+double RunRecord::steady_step_seconds() const {
+  if (steps.empty()) return std::numeric_limits<double>::quiet_NaN();
+  double sum = 0;
+  for (std::size_t i = warm_up_steps(steps.size()); i < steps.size(); ++i) sum += steps[i].seconds;
+  return sum / static_cast<double>(steady_steps());
+}
+
+double RunRecord::tokens_per_second() const { return static_cast<double>(tokens_per_step) / steady_step_seconds(); }
+
+double RunRecord::bytes_per_step(Lane lane) const {
+  return static_cast<double>(lane_of(end, lane).bytes - lane_of(steady_begin, lane).bytes) /
+         static_cast<double>(steady_steps());
+}
+
+double RunRecord::bound_seconds(Lane lane) const {
+  return static_cast<double>(lane_of(end, lane).busy_ns - lane_of(steady_begin, lane).busy_ns) * 1e-9 /
+         static_cast<double>(steady_steps());
+}
+
+double RunRecord::nvme_bound_seconds() const {
+  const double read = bytes_per_step(Lane::nvme_read);
+  const double written = bytes_per_step(Lane::nvme_write);
+  if (read + written == 0) return 0;
+  if (!rates) return std::numeric_limits<double>::quiet_NaN();
+  const double in_turn = read / rates->read_bytes_per_second + written / rates->write_bytes_per_second;
+  return std::min(in_turn, (read + written) / rates->mixed_bytes_per_second);
+}
+
+std::string RunRecord::bounding_lane() const {
+  std::string name = "nvme";
+  double largest = nvme_bound_seconds();
+  for (const auto& [lane, lane_name] : kOtherLanes) {
+    if (bound_seconds(lane) <= largest) continue;
+    largest = bound_seconds(lane);
+    name = lane_name;
+  }
+  return name;
+}
+
+double RunRecord::efficiency() const {
+  double largest = nvme_bound_seconds();
+  if (std::isnan(largest)) return largest;
+  for (const auto& [lane, name] : kOtherLanes) largest = std::max(largest, bound_seconds(lane));
+  return largest / steady_step_seconds();
+}
+
+std::uint64_t peak_resident_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;) {
+    std::uint64_t kibibytes = 0;
+    if (word == "VmHWM:" && status >> kibibytes) return kibibytes * 1024;
+  }
+  return 0;
+}
+
+nlohmann::ordered_json finite_or_null(double value) {
+  return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr);
+}
+
+nlohmann::ordered_json to_json(const RunRecord& record) {
+  using Json = nlohmann::ordered_json;
+  const Report& report = record.end;
+  Json out;
+  out["parameters"] = report.parameters;
+  out["world_size"] = report.world_size;
+  out["first_step"] = record.first_step;
+  out["tokens_per_second"] = finite_or_null(record.tokens_per_second());
+  out["efficiency"] = finite_or_null(record.efficiency());
+  out["bound_seconds"]["nvme"] = finite_or_null(record.nvme_bound_seconds());
+  for (const auto& [lane, name] : kOtherLanes) out["bound_seconds"][name] = finite_or_null(record.bound_seconds(lane));
+  // Whole bytes: a mean over steps may have a fraction.
+  const auto bytes = [&](Lane lane) { return std::llround(record.bytes_per_step(lane)); };
+  out["bytes_per_step"] = {{"nvme_read", bytes(Lane::nvme_read)},
+                           {"nvme_written", bytes(Lane::nvme_write)},
+                           {"host_to_device", bytes(Lane::host_to_device)},
+                           {"device_to_host", bytes(Lane::device_to_host)},
+                           {"collective", bytes(Lane::collective)}};
+  out["resident_fraction"] = finite_or_null(report.resident_fraction);
+  out["peak_bytes"] = {
+      {"device", report.peak_device_bytes}, {"host", report.peak_host_bytes}, {"resident_set", peak_resident_bytes()}};
+  out["budget_bytes"] = {{"device", report.budget_device_bytes}, {"host", report.budget_host_bytes}};
+  out["nvme_stored_bytes"] = report.nvme_stored_bytes;
+  out["io_backend"] = report.io_backend.empty() ? Json(nullptr) : Json(report.io_backend);
+  out["device"] = report.device;
+  out["timing"] = report.timing;
+  out["placement"] = report.placement;
+  out["threads"] = report.threads;
+  out["zero_stage"] = report.zero_stage;
+  out["resumed_from"] = nullptr;
+  out["steps_updated"] = report.steps_updated;
+  out["steps_discarded"] = report.steps_discarded;
+  out["trace_repairs"] = report.trace_repairs;
+  out["acquires"] = report.acquires;
+  out["acquires_prefetched"] = report.acquires_prefetched;
+  out["measured_rates"] = nullptr;
+  if (record.rates)
+    out["measured_rates"] = {{"read_bytes_per_second", finite_or_null(record.rates->read_bytes_per_second)},
+                             {"write_bytes_per_second", finite_or_null(record.rates->write_bytes_per_second)},
+                             {"mixed_bytes_per_second", finite_or_null(record.rates->mixed_bytes_per_second)},
+                             {"direct", record.rates->direct}};
+  Json losses = Json::array(), norms = Json::array(), seconds = Json::array();
+  for (const StepRecord& step : record.steps) {
+    losses.push_back(finite_or_null(step.loss));
+    norms.push_back(finite_or_null(step.grad_norm));
+    seconds.push_back(finite_or_null(step.seconds));
+  }
+  out["losses"] = std::move(losses);
+  out["grad_norms"] = std::move(norms);
+  out["step_seconds"] = std::move(seconds);
+  return out;
+}
+
+}  // namespace ballast::cli

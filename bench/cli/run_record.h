@@ -1,0 +1,65 @@
+// What a training run did, step by step, and the figures drawn from it: steady-state bytes, the bound, efficiency.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ballast/engine/report.h>
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace ballast::cli {
+
+// Raw rates of the NVMe paths, measured by this process shortly before training.
+struct StorageRates {
+  double read_bytes_per_second = 0;
+  double write_bytes_per_second = 0;
+  double mixed_bytes_per_second = 0;  // sum of both directions
+  bool direct = true;
+};
+
+// Measures them in about a second, over at most half a gigabyte per path. Throws IoError.
+StorageRates measure_storage_rates(const std::vector<std::string>& paths, std::uint64_t block_bytes,
+                                   std::uint32_t queue_depth, const std::string& backend);
+
+struct StepRecord {
+  double loss = 0;
+  double grad_norm = 0;
+  double seconds = 0;
+};
+
+// The steps from which steady-state figures are taken: without the first two, where there are more.
+constexpr std::size_t warm_up_steps(std::size_t steps) { return steps == 0 ? 0 : steps < 3 ? steps - 1 : 2; }
+
+struct RunRecord {
+  std::uint64_t first_step = 0;
+  std::uint64_t tokens_per_step = 0;
+  std::vector<StepRecord> steps;
+  Report steady_begin;                // after the warm-up
+  Report end;                         // after the last step
+  std::optional<StorageRates> rates;  // where NVMe is used
+
+  std::size_t steady_steps() const { return steps.size() - warm_up_steps(steps.size()); }
+  double steady_step_seconds() const;  // mean
+  double tokens_per_second() const;
+  double bytes_per_step(Lane lane) const;
+  // Seconds a step would take if only this lane were slow. NVMe: bytes over measured rate, reads and writes in turn, or
+  // both at once where the device proved faster so; other lanes: the time they had work.
+  double bound_seconds(Lane lane) const;
+  double nvme_bound_seconds() const;
+  std::string bounding_lane() const;
+  double efficiency() const;  // NaN where it cannot be told
+};
+
+// The largest resident set of this process so far.
+std::uint64_t peak_resident_bytes();
+
+// A number, or null where it is not finite.
+nlohmann::ordered_json finite_or_null(double value);
+
+// The keys that `train` and `bench step` share.
+nlohmann::ordered_json to_json(const RunRecord& record);
+
+}  // namespace ballast::cli

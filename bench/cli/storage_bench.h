@@ -1,0 +1,59 @@
+// Raw transfers over the storage seam, one file per path, all written before anything is read: the speed of light that
+// training is compared with.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ballast/io/open_storage.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace ballast::cli {
+
+struct StorageBenchOptions {
+  std::vector<std::string> paths;  // directories; made where missing, and removed again
+  std::uint64_t bytes_per_path = std::uint64_t{2} << 30;
+  std::uint64_t block_bytes = std::uint64_t{1} << 20;  // bytes_per_path is a multiple of it
+  std::uint32_t queue_depth = 32;                      // per path
+  io::Backend backend = io::Backend::automatic;
+  double pass_seconds_max = 0;  // a pass ends early after that; 0: never
+};
+
+class StorageBench {
+ public:
+  // Makes the files (without a name, so that nothing is left whatever happens) and takes memory. Throws IoError,
+  // ConfigError or PlanError.
+  explicit StorageBench(const StorageBenchOptions& options);
+  ~StorageBench();
+  StorageBench(const StorageBench&) = delete;
+  StorageBench& operator=(const StorageBench&) = delete;
+
+  enum class Pattern : std::uint8_t { read, write, mixed };  // mixed: every other block is read, the rest written
+  struct Result {
+    double seconds = 0;
+    double cpu_seconds = 0;  // of this process, all threads, user and system
+    std::uint64_t bytes = 0;
+    double bytes_per_second() const { return seconds > 0 ? static_cast<double>(bytes) / seconds : 0; }
+    double cpu_seconds_per_gigabyte() const { return bytes > 0 ? cpu_seconds / (static_cast<double>(bytes) / 1e9) : 0; }
+  };
+  // Writes the whole of the files for the first time; before any run(). Not flushed.
+  Result prepare();
+  // The whole of the files once. Blocks that are read are checked to be those that were written (CorruptionError).
+  Result run(Pattern pattern);
+  double flush_seconds();  // makes what was written durable
+
+  std::string backend_name() const;
+  const std::string& backend_reason() const;
+  bool direct() const;                     // false: the page cache is measured
+  const std::string& memory_note() const;  // pages, and whether they are registered
+
+ private:
+  struct Implementation;
+  std::unique_ptr<Implementation> implementation_;
+};
+
+io::Backend backend_from(const std::string& name);
+
+}  // namespace ballast::cli
