@@ -165,7 +165,8 @@ class Step {
 // How unit accesses are expected before a first step has shown them.
 struct ExpectedAccess {
   UnitId unit;
-  bool gradient = false;               // a gradient commit follows this access
+  bool parameters = true;              // its parameters are acquired
+  bool gradient = false;               // and a gradient is committed before they are released
 };
 
 // Replaces parts of the world; all optional.
@@ -186,7 +187,7 @@ class Engine {
   // Before commit.
   UnitId add_unit(std::string name, std::vector<ParameterSpec> parameters);
   ParameterId parameter(UnitId unit, std::string_view name) const;      // UsageError where there is none
-  void expect_order(std::vector<ExpectedAccess> accesses);              // of one training pass
+  void expect_order(std::vector<ExpectedAccess> accesses, int micro_batches = 1);   // of one training pass
   void commit();                       // partitions, places, reserves, compiles; PlanError where it cannot fit
 
   // After commit, before the first step. fill(parameter, first element, values): any range, any order, on this thread;

@@ -1,0 +1,94 @@
+// Layout: how a unit's parameters become a flat parameter, and how that is cut into chunks. Pure arithmetic.
+//
+// A flat parameter is sorted by (trainable first, dtype, group), then as registered; each parameter begins on a multiple
+// of 128 elements (256 bytes in the narrowest dtype). Parameters of one (trainable, dtype) form a section, cut into
+// chunks of about equal size whose borders are multiples of kernels::kSumBlock: sums of squares do not see them.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ballast/engine/engine.h>
+
+namespace ballast::engine {
+
+constexpr std::uint64_t kParameterAlignment = 128;   // elements
+
+struct ParameterLayout {
+  std::string name;
+  std::vector<std::int64_t> shape;
+  DataType dtype = DataType::bf16;
+  int group = 0;
+  bool trainable = true;
+  std::uint64_t elements = 0;
+  std::uint64_t begin = 0;          // element within the unit
+  std::uint64_t device_offset = 0;  // bytes within the unit's device copy
+};
+
+// A part of one parameter within one chunk.
+struct Segment {
+  std::uint32_t parameter = 0;      // within the unit
+  std::uint64_t begin = 0;          // element within the chunk
+  std::uint64_t count = 0;
+  std::uint64_t parameter_first = 0;   // element within the parameter
+};
+
+struct ChunkLayout {
+  std::uint32_t unit = 0;
+  DataType dtype = DataType::bf16;
+  bool trainable = true;
+  std::uint64_t begin = 0;          // element within the unit
+  std::uint64_t elements = 0;       // with padding; a multiple of the granule
+  std::uint64_t device_offset = 0;  // bytes within the unit's device copy
+  std::uint32_t first_segment = 0, segment_count = 0;
+  // Bytes of each state; the optimizer's states are master, exp_avg, exp_avg_sq in this order.
+  std::uint64_t parameter_bytes = 0;
+  std::uint64_t master_bytes = 0;
+  std::uint64_t moment_bytes = 0;   // of one moment
+  std::uint64_t optimizer_bytes() const { return master_bytes + 2 * moment_bytes; }
+  std::uint64_t first_block = 0;    // index of its first sum-of-squares block over all chunks
+};
+
+struct Gap {
+  std::uint64_t begin = 0, count = 0;   // elements of the unit that belong to no parameter
+};
+
+struct UnitLayout {
+  std::string name;
+  std::vector<ParameterLayout> parameters;   // as registered
+  std::uint32_t first_chunk = 0, chunk_count = 0;
+  std::uint64_t device_bytes = 0;            // parameters on the device
+  std::uint64_t gradient_elements = 0;       // the trainable prefix, with padding
+  std::vector<Gap> gradient_gaps;            // within that prefix
+};
+
+struct Layout {
+  std::vector<UnitLayout> units;
+  std::vector<ChunkLayout> chunks;
+  std::vector<Segment> segments;
+  std::uint64_t blocks = 0;                  // sum-of-squares blocks of all trainable chunks
+  std::uint64_t parameters = 0;              // elements without padding
+};
+
+struct UnitSpec {
+  std::string name;
+  std::vector<ParameterSpec> parameters;
+};
+
+// chunk_elements: the size aimed at; granule: what chunks are multiples of (a multiple of kSumBlock).
+Layout make_layout(const std::vector<UnitSpec>& units, const Config::Precision& precision, std::uint64_t chunk_elements,
+                   std::uint64_t granule);
+
+// Elements of a shape; throws UsageError for a negative dimension or an overflow beyond 2^62.
+std::uint64_t element_count(const std::vector<std::int64_t>& shape, const std::string& name);
+
+// The part of `elements` that a rank holds: equal parts of ceil(elements / world_size), the last ones short or empty.
+struct ShardRange {
+  std::uint64_t begin = 0, count = 0;   // real elements
+  std::uint64_t padded = 0;             // the same on every rank
+};
+ShardRange shard_range(std::uint64_t elements, std::uint32_t world_size, std::uint32_t rank, std::uint64_t granule = 1);
+
+}  // namespace ballast::engine
