@@ -1,0 +1,479 @@
+// ChunkStore over real files: bytes, slots, paths, leftovers, and what must be refused.
+// SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/error.h>
+#include <ballast/base/size.h>
+#include <ballast/io/chunk_store.h>
+#include <ballast/io/testing/faulty_storage.h>
+#include <ballast/io/testing/memory_storage.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+#include <fstream>
+
+#include "support/io_support.h"
+
+namespace ballast::io {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+constexpr std::array<std::uint8_t, 16> kRunA = {1, 2, 3, 4};
+constexpr std::array<std::uint8_t, 16> kRunB = {9, 8, 7, 6};
+
+struct Notes {
+  std::vector<std::string> lines;
+  std::function<void(std::string)> sink() {
+    return [this](std::string line) { lines.push_back(std::move(line)); };
+  }
+};
+
+ChunkStoreOptions options_for(std::vector<std::string> paths, std::vector<std::uint64_t> chunk_bytes) {
+  ChunkStoreOptions options;
+  options.paths = std::move(paths);
+  options.chunk_bytes = std::move(chunk_bytes);
+  options.run_identity = kRunA;
+  options.lock_wait_ms = 50;
+  return options;
+}
+
+void run_all(ChunkStore& store, std::vector<Transfer>& transfers) {
+  std::vector<Transfer*> pointers;
+  for (Transfer& one : transfers) pointers.push_back(&one);
+  store.submit(pointers);
+  std::array<Transfer*, 5> finished;
+  std::size_t back = 0;
+  while (const std::size_t count = store.poll(finished, true)) {
+    for (std::size_t i = 0; i < count; ++i) EXPECT_EQ(finished[i]->error_number, 0) << store.describe(*finished[i]);
+    back += count;
+  }
+  EXPECT_EQ(back, transfers.size());
+  EXPECT_EQ(store.outstanding(), 0u);
+}
+
+std::uint64_t padded(const ChunkStore& store, std::uint64_t bytes) {
+  return base::round_up(bytes, store.alignment_bytes());
+}
+
+Transfer transfer(Direction direction, std::uint32_t chunk, std::uint32_t slot, std::byte* data, std::uint64_t bytes,
+                  std::uint64_t begin = 0) {
+  Transfer made;
+  made.direction = direction;
+  made.chunk = chunk;
+  made.slot = slot;
+  made.data = data;
+  made.bytes = bytes;
+  made.begin_bytes = begin;
+  return made;
+}
+
+// Writes every slot of every chunk with its own pattern, then reads all back.
+void write_and_read_all(ChunkStore& store, const std::vector<std::uint64_t>& chunk_bytes, std::uint32_t slots) {
+  std::vector<std::unique_ptr<test::AlignedMemory>> out, in;
+  std::vector<Transfer> writes, reads;
+  for (std::uint32_t chunk = 0; chunk < chunk_bytes.size(); ++chunk) {
+    for (std::uint32_t slot = 0; slot < slots; ++slot) {
+      const std::uint64_t bytes = padded(store, chunk_bytes[chunk]);
+      out.push_back(std::make_unique<test::AlignedMemory>(bytes));
+      in.push_back(std::make_unique<test::AlignedMemory>(bytes));
+      test::fill_pattern(out.back()->span(), chunk * 2 + slot);
+      writes.push_back(transfer(Direction::write, chunk, slot, out.back()->data(), bytes));
+      reads.push_back(transfer(Direction::read, chunk, slot, in.back()->data(), bytes));
+    }
+  }
+  run_all(store, writes);
+  run_all(store, reads);
+  for (std::size_t i = 0; i < in.size(); ++i) {
+    EXPECT_TRUE(test::holds_pattern(in[i]->span(), reads[i].chunk * 2 + reads[i].slot)) << "chunk " << reads[i].chunk;
+  }
+}
+
+class ChunkStoreOverBackends : public ::testing::TestWithParam<Backend> {
+ protected:
+  void SetUp() override {
+    if (GetParam() != Backend::io_uring) return;
+    if (const std::string reason = io_uring_unavailable_reason(); !reason.empty())
+      GTEST_SKIP() << "no io_uring: " << reason;
+  }
+};
+
+TEST_P(ChunkStoreOverBackends, EveryLengthComesBackOverAnyNumberOfPathsAndSlots) {
+  test::ScratchDirectory directory;
+  // Around sectors and pages, and one whose remainder is 448 for both 512 and 4096.
+  const std::vector<std::uint64_t> lengths = {
+      0, 2, 510, 512, 514, 4094, 4096, 4098, 3 * 4096 + 448, 100'000, 2 << 20, (5 << 20) + 448};
+  for (const std::size_t path_count : {1u, 2u, 3u}) {
+    for (const std::uint32_t slots : {1u, 2u}) {
+      std::vector<std::string> paths;
+      for (std::size_t i = 0; i < path_count; ++i) paths.push_back(directory / ("path" + std::to_string(i)));
+      ChunkStoreOptions options = options_for(paths, lengths);
+      options.backend = GetParam();
+      options.slots_per_chunk = slots;
+      options.storage.block_bytes = 256 << 10;
+      options.storage.queue_depth = 5;
+      ChunkStore store(options);
+      EXPECT_EQ(store.backend_name(), GetParam() == Backend::threads ? "threads" : "io_uring");
+      write_and_read_all(store, lengths, slots);
+    }
+  }
+}
+
+TEST_P(ChunkStoreOverBackends, OddElementCountsKeepTheirLengthRuleAcrossRunsAndSettings) {
+  // 20 parameters of 12,001 + 7 k fp32 elements; written with one block size and depth, read with another.
+  test::ScratchDirectory directory;
+  std::vector<std::uint64_t> lengths;
+  for (std::uint64_t k = 0; k < 20; ++k) lengths.push_back((12'001 + 7 * k) * 4);
+  ChunkStoreOptions options = options_for({directory / "a"}, lengths);
+  options.backend = GetParam();
+  options.keep_on_close = true;
+  options.storage = {.block_bytes = 1 << 20, .queue_depth = 32};
+  {
+    ChunkStore store(options);
+    write_and_read_all(store, lengths, 1);
+  }
+  options.storage = {.block_bytes = 4096, .queue_depth = 3};
+  ChunkStore store(options);
+  for (std::uint32_t chunk = 0; chunk < lengths.size(); ++chunk) {
+    test::AlignedMemory memory(padded(store, lengths[chunk]));
+    std::vector<Transfer> reads = {transfer(Direction::read, chunk, 0, memory.data(), memory.size())};
+    run_all(store, reads);
+    EXPECT_TRUE(test::holds_pattern(memory.span(), chunk * 2)) << chunk;
+  }
+}
+
+TEST_P(ChunkStoreOverBackends, RewritingOneChunkInPartChangesNothingElse) {
+  test::ScratchDirectory directory;
+  const std::vector<std::uint64_t> lengths(5, 10'000);
+  ChunkStoreOptions options = options_for({directory / "a"}, lengths);
+  options.backend = GetParam();
+  ChunkStore store(options);
+  write_and_read_all(store, lengths, 1);
+  const std::uint64_t tail = padded(store, 10'000) - 8192;
+  test::AlignedMemory changed(tail);
+  test::fill_pattern(changed.span(), 1234);
+  std::vector<Transfer> write = {transfer(Direction::write, 3, 0, changed.data(), tail, 8192)};
+  run_all(store, write);
+  for (std::uint32_t chunk = 0; chunk < 5; ++chunk) {
+    test::AlignedMemory memory(padded(store, 10'000)), expected(padded(store, 10'000));
+    std::vector<Transfer> read = {transfer(Direction::read, chunk, 0, memory.data(), memory.size())};
+    run_all(store, read);
+    test::fill_pattern(expected.span(), chunk * 2);
+    if (chunk == 3) std::memcpy(expected.data() + 8192, changed.data(), tail);
+    EXPECT_EQ(std::memcmp(memory.data(), expected.data(), memory.size()), 0) << chunk;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, ChunkStoreOverBackends, ::testing::Values(Backend::io_uring, Backend::threads),
+                         [](const auto& one) { return one.param == Backend::threads ? "threads" : "io_uring"; });
+
+TEST(ChunkStore, SpaceIsReservedAheadAndGivenBackAtTheEnd) {
+  test::ScratchDirectory directory;
+  {
+    ChunkStore store(options_for({directory / "deep/er"}, {3 << 20, 5000}));
+    struct stat status;
+    ASSERT_EQ(::stat((directory / "deep/er/ballast-rank0.chunks").c_str(), &status), 0);
+    EXPECT_EQ(static_cast<std::uint64_t>(status.st_size), store.reserved_bytes());
+    EXPECT_GE(static_cast<std::uint64_t>(status.st_blocks) * 512, store.reserved_bytes());
+  }
+  EXPECT_FALSE(std::filesystem::exists(directory / "deep")) << "directories that it made are left";
+}
+
+TEST(ChunkStore, DirectoriesThatHoldSomethingElseStay) {
+  test::ScratchDirectory directory;
+  {
+    ChunkStore store(options_for({directory / "deep/er"}, {4096}));
+    std::ofstream(directory / "deep/note.txt") << "mine";
+  }
+  EXPECT_FALSE(std::filesystem::exists(directory / "deep/er"));
+  EXPECT_TRUE(std::filesystem::exists(directory / "deep/note.txt"));
+}
+
+TEST(ChunkStore, RanksShareADirectory) {
+  test::ScratchDirectory directory;
+  ChunkStoreOptions options = options_for({directory.path()}, {8192});
+  ChunkStore first(options);
+  options.rank = 1;
+  ChunkStore second(options);
+  write_and_read_all(first, options.chunk_bytes, 1);
+  write_and_read_all(second, options.chunk_bytes, 1);
+}
+
+TEST(ChunkStore, ADirectoryInUseIsRefusedWithTheHoldersPid) {
+  test::ScratchDirectory directory;
+  ChunkStore holder(options_for({directory.path()}, {8192}));
+  test::AlignedMemory memory(8192);
+  test::fill_pattern(memory.span(), 1);
+  std::vector<Transfer> write = {transfer(Direction::write, 0, 0, memory.data(), 8192)};
+  run_all(holder, write);
+  ChunkStoreOptions other = options_for({directory.path()}, {8192});
+  other.run_identity = kRunB;
+  try {
+    ChunkStore second(other);
+    FAIL() << "two stores share a file";
+  } catch (const IoError& error) {
+    EXPECT_THAT(error.what(), AllOf(HasSubstr(directory.path()), HasSubstr(std::to_string(::getpid()))));
+  }
+  const int status = test::in_child([&] {
+    // A process of its own: this child does not keep the lock that its parent has.
+    try {
+      ChunkStore second(other);
+      return 1;
+    } catch (const IoError& error) {
+      return std::string(error.what()).find(std::to_string(::getppid())) != std::string::npos ? 0 : 2;
+    }
+  });
+  EXPECT_TRUE(test::exited_with(status, 0)) << status;
+  test::AlignedMemory back(8192);
+  std::vector<Transfer> read = {transfer(Direction::read, 0, 0, back.data(), 8192)};
+  run_all(holder, read);
+  EXPECT_TRUE(test::holds_pattern(back.span(), 1));
+}
+
+TEST(ChunkStore, AForkedChildKeepsNeitherLockNorDescriptors) {
+  for (const Backend backend : {Backend::automatic, Backend::threads}) {
+    test::ScratchDirectory directory;
+    ChunkStoreOptions options = options_for({directory.path()}, {8192});
+    options.backend = backend;
+    auto store = std::make_unique<ChunkStore>(options);
+    int gate[2];
+    ASSERT_EQ(::pipe(gate), 0);
+    std::fflush(nullptr);
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      ::close(gate[1]);
+      char byte;
+      [[maybe_unused]] const ssize_t ignored = ::read(gate[0], &byte, 1);  // until the parent is done
+      store.reset();                                                       // must not hang, close or remove anything
+      ::_exit(0);
+    }
+    ::close(gate[0]);
+    write_and_read_all(*store, options.chunk_bytes, 1);
+    store.reset();
+    EXPECT_NO_THROW(store = std::make_unique<ChunkStore>(options)) << "the child keeps the lock";
+    ::close(gate[1]);
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(test::exited_with(status, 0)) << status;
+    EXPECT_TRUE(std::filesystem::exists(directory / "ballast-rank0.chunks")) << "the child removed the parent's file";
+    write_and_read_all(*store, options.chunk_bytes, 1);
+  }
+}
+
+TEST(ChunkStore, AKilledRunLeavesOneFileThatTheNextRunUsesAgain) {
+  test::ScratchDirectory directory;
+  std::uint64_t first_bytes = 0;
+  for (int round = 0; round < 5; ++round) {
+    const int status = test::in_child([&] {
+      ChunkStoreOptions options = options_for({directory.path()}, {1 << 20, 1 << 20});
+      options.run_identity[0] = static_cast<std::uint8_t>(round);
+      options.lock_wait_ms = 10'000;
+      ChunkStore store(options);
+      test::AlignedMemory memory(2 << 20);
+      std::vector<Transfer> writes = {transfer(Direction::write, 0, 0, memory.data(), 1 << 20),
+                                      transfer(Direction::write, 1, 0, memory.data() + (1 << 20), 1 << 20)};
+      std::vector<Transfer*> pointers = {&writes[0], &writes[1]};
+      store.submit(pointers);
+      ::kill(::getpid(), SIGKILL);
+      return 0;
+    });
+    ASSERT_TRUE(WIFSIGNALED(status));
+    std::uint64_t bytes = 0;
+    for (const auto& entry : std::filesystem::directory_iterator(directory.path())) bytes += entry.file_size();
+    if (round == 0) first_bytes = bytes;
+    EXPECT_EQ(bytes, first_bytes) << "round " << round;
+  }
+  Notes notes;
+  ChunkStoreOptions options = options_for({directory.path()}, {1 << 20, 1 << 20});
+  options.run_identity = kRunB;
+  options.note = notes.sink();
+  options.lock_wait_ms = 10'000;
+  {
+    ChunkStore store(options);
+    EXPECT_THAT(notes.lines, Contains(HasSubstr("another run")));
+    write_and_read_all(store, options.chunk_bytes, 1);
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+}
+
+TEST(ChunkStore, ALeftoverOfAnotherRunIsNeverReadAsCurrentAndAKeptOneOfThisRunIs) {
+  test::ScratchDirectory directory;
+  ChunkStoreOptions options = options_for({directory.path()}, {8192});
+  options.keep_on_close = true;
+  {
+    ChunkStore store(options);
+    write_and_read_all(store, options.chunk_bytes, 1);
+  }
+  test::AlignedMemory memory(8192);
+  {
+    ChunkStore same(options);
+    std::vector<Transfer> read = {transfer(Direction::read, 0, 0, memory.data(), 8192)};
+    run_all(same, read);
+    EXPECT_TRUE(test::holds_pattern(memory.span(), 0));
+  }
+  options.run_identity = kRunB;
+  ChunkStore other(options);
+  std::vector<Transfer> read = {transfer(Direction::read, 0, 0, memory.data(), 8192)};
+  run_all(other, read);
+  EXPECT_TRUE(std::all_of(memory.data(), memory.data() + 8192, [](std::byte b) { return b == std::byte{0}; }));
+}
+
+TEST(ChunkStore, AnythingWrittenIntoItsPlaceIsReplacedWithANote) {
+  test::ScratchDirectory directory;
+  for (const std::string& text : {std::string("hello"), std::string(100'000, 'x'), std::string()}) {
+    std::ofstream(directory / "ballast-rank0.chunks") << text;
+    Notes notes;
+    ChunkStoreOptions options = options_for({directory.path()}, {8192});
+    options.note = notes.sink();
+    ChunkStore store(options);
+    if (!text.empty()) {
+      EXPECT_THAT(notes.lines, Contains(HasSubstr("replaced")));
+    }
+    write_and_read_all(store, options.chunk_bytes, 1);
+  }
+}
+
+void expect_refused(ChunkStoreOptions options, const std::string& wanted_words) {
+  try {
+    ChunkStore store(std::move(options));
+    ADD_FAILURE() << "accepted: " << wanted_words;
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr(wanted_words));
+    EXPECT_THAT(error.what(), Not(HasSubstr("Success")));
+    EXPECT_THAT(error.what(), Not(HasSubstr("\n")));
+  }
+}
+
+TEST(ChunkStore, UnusablePathsAreRefusedByNameAndLeaveNothingBehind) {
+  test::ScratchDirectory directory;
+  std::ofstream(directory / "file") << "text";
+  expect_refused(options_for({directory / "file"}, {4096}), directory / "file is a file");
+  expect_refused(options_for({directory / "file/below"}, {4096}), directory / "file");
+  expect_refused(options_for({"/proc/ballast"}, {4096}), "/proc/ballast");
+  expect_refused(options_for({"/proc"}, {4096}), "/proc");
+  expect_refused(options_for({""}, {4096}), "empty");
+  expect_refused(options_for({}, {4096}), "no storage path");
+  expect_refused(options_for({directory / "a", directory / "a/"}, {4096}), "same directory");
+  expect_refused(options_for({directory / "new/one", directory / "file"}, {4096}), "is a file");
+  EXPECT_FALSE(std::filesystem::exists(directory / "new"));
+  std::filesystem::create_directory(directory / "ballast-rank0.chunks");
+  expect_refused(options_for({directory.path()}, {4096}), "ballast-rank0.chunks");
+  ChunkStoreOptions slots = options_for({directory / "a"}, {4096});
+  slots.slots_per_chunk = 3;
+  expect_refused(slots, "slots");
+  EXPECT_FALSE(std::filesystem::exists(directory / "a"));
+}
+
+TEST(ChunkStore, MoreThanTheDiskHoldsIsRefusedBeforeAnyFileIsMade) {
+  test::ScratchDirectory directory;
+  // 2e9 fp32 elements are 8e9 bytes, far above 32 bits; a million such chunks fit no disk.
+  expect_refused(options_for({directory / "new"}, std::vector<std::uint64_t>(1'000'000, 8'000'000'000)),
+                 "wanted 7275.96 TiB");
+  expect_refused(options_for({directory / "new"}, {UINT64_MAX}), "EiB");
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+}
+
+TEST(ChunkStore, AFullFileSystemIsRefusedWithNumbersAndAnEnoughBigOneIsNot) {
+  test::ScratchDirectory directory;
+  const int status = test::in_child([&] {
+    if (::unshare(CLONE_NEWNS) != 0 && ::unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return 77;
+    ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr);
+    if (::mount("tmpfs", directory.path().c_str(), "tmpfs", 0, "size=64m") != 0) return 77;
+    try {
+      ChunkStore store(options_for({directory / "swap"}, {50 << 20, 50 << 20}));
+      return 1;
+    } catch (const IoError& error) {
+      const std::string text = error.what();
+      for (const char* word : {"swap", "wanted 100", "free 64 MiB"}) {
+        if (text.find(word) == std::string::npos) {
+          std::fprintf(stderr, "%s\n", text.c_str());
+          return 2;
+        }
+      }
+    }
+    if (!std::filesystem::is_empty(directory.path())) return 3;
+    Notes notes;
+    ChunkStoreOptions options = options_for({directory / "swap"}, {20 << 20, 20 << 20});
+    options.note = notes.sink();
+    ChunkStore store(options);
+    write_and_read_all(store, options.chunk_bytes, 1);
+    return ::testing::Test::HasFailure() ? 4 : 0;
+  });
+  if (test::exited_with(status, 77)) GTEST_SKIP() << "no right to mount a tmpfs here";
+  EXPECT_TRUE(test::exited_with(status, 0)) << status;
+}
+
+TEST(ChunkStore, AFileSystemWithoutDirectIoIsUsedBufferedWithOneNoteOrDirectly) {
+  if (::access("/dev/shm", W_OK) != 0) GTEST_SKIP() << "no writable /dev/shm";
+  test::ScratchDirectory directory("/dev/shm");
+  Notes notes;
+  ChunkStoreOptions options = options_for({directory.path()}, {100'000, 1 << 20});
+  options.note = notes.sink();
+  ChunkStore store(options);
+  const auto count = std::count_if(notes.lines.begin(), notes.lines.end(),
+                                   [](const std::string& line) { return line.find("buffered") != std::string::npos; });
+  EXPECT_EQ(count, store.direct() ? 0 : 1);
+  write_and_read_all(store, options.chunk_bytes, 1);
+  EXPECT_GE(ChunkStore::probe_alignment_bytes({directory.path()}), 512u);
+}
+
+TEST(ChunkStore, TheProbedAlignmentIsThatOfTheStoreAndLeavesNothing) {
+  test::ScratchDirectory directory;
+  const std::uint64_t probed = ChunkStore::probe_alignment_bytes({directory / "x/y", directory / "z"});
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+  ChunkStore store(options_for({directory / "x/y", directory / "z"}, {4096}));
+  EXPECT_EQ(store.alignment_bytes(), probed);
+  EXPECT_GE(probed, 512u);
+  EXPECT_THROW(ChunkStore::probe_alignment_bytes({"/proc/x"}), IoError);
+}
+
+TEST(ChunkStore, TransfersOutsideTheirChunkOrOffAlignmentAreRefusedAtOnce) {
+  test::ScratchDirectory directory;
+  ChunkStore store(options_for({directory.path()}, {8192, 0}));
+  test::AlignedMemory memory(65536);
+  std::vector<Transfer> wrong = {transfer(Direction::read, 2, 0, memory.data(), 4096),
+                                 transfer(Direction::read, 0, 1, memory.data(), 4096),
+                                 transfer(Direction::read, 0, 0, memory.data(), 12288),
+                                 transfer(Direction::read, 0, 0, memory.data(), 8192, 4096),
+                                 transfer(Direction::read, 1, 0, memory.data(), 4096),
+                                 transfer(Direction::read, 0, 0, memory.data() + 64, 4096),
+                                 transfer(Direction::read, 0, 0, memory.data(), 4096, 100),
+                                 transfer(Direction::read, 0, 0, memory.data(), 100),
+                                 transfer(Direction::read, 0, 0, memory.data(), UINT64_MAX - 4095, 4096)};
+  for (Transfer& one : wrong) {
+    std::vector<Transfer*> pointers = {&one};
+    EXPECT_THROW(store.submit(pointers), UsageError);
+  }
+  EXPECT_EQ(store.outstanding(), 0u);
+}
+
+TEST(ChunkStore, AFailedTransferSaysWhereItWasGoing) {
+  test::ScratchDirectory directory;
+  ChunkStoreOptions options = options_for({directory / "a", directory / "b"}, {8192, 8192, 8192});
+  options.storage_factory = [](Backend, const StorageOptions& storage_options, const std::string&) {
+    auto memory = std::make_unique<testing::MemoryStorage>(storage_options, testing::MemoryStorageOptions{});
+    return OpenedStorage{std::make_unique<testing::FaultyStorage>(
+                             std::move(memory), testing::Faults{.errors_per_mille = 1000}, storage_options.wake),
+                         "a double"};
+  };
+  ChunkStore store(options);
+  test::AlignedMemory memory(8192);
+  Transfer one = transfer(Direction::write, 2, 0, memory.data(), 4096, 4096);
+  std::vector<Transfer*> pointers = {&one};
+  store.submit(pointers);
+  std::array<Transfer*, 1> finished;
+  ASSERT_EQ(store.poll(finished, true), 1u);
+  EXPECT_EQ(finished[0]->error_number, EIO);
+  EXPECT_EQ(store.describe(one), directory / "a/ballast-rank0.chunks at 16384");
+}
+
+}  // namespace
+}  // namespace ballast::io
