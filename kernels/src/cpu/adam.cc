@@ -53,6 +53,31 @@ struct Constants {
   Vf step_size, inverse_sqrt_correction2, epsilon, decay_factor, l2_decay;
 };
 
+// a * b + c * d of each lane, in double (where the products are exact) and rounded once: the terms may cancel, and v
+// squares what they leave.
+HWY_INLINE Vf sum_of_products(Vf a, Vf b, Vf c, Vf d) {
+#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
+  // One lane has no halves, and the emulated narrowing makes infinity finite.
+  float as[kLanes], bs[kLanes], cs[kLanes], ds[kLanes];
+  store_fp32(a, as);
+  store_fp32(b, bs);
+  store_fp32(c, cs);
+  store_fp32(d, ds);
+  for (std::size_t lane = 0; lane < kLanes; ++lane) {
+    as[lane] = static_cast<float>(double{as[lane]} * double{bs[lane]} + double{cs[lane]} * double{ds[lane]});
+  }
+  return load_fp32(as);
+#else
+  constexpr hn::Half<F32> half;
+  constexpr hn::RepartitionToWide<F32> wide;
+  const auto lower = [&](Vf v) HWY_ATTR { return hn::PromoteTo(wide, hn::LowerHalf(half, v)); };
+  const auto upper = [&](Vf v) HWY_ATTR { return hn::PromoteTo(wide, hn::UpperHalf(half, v)); };
+  const auto low = hn::Add(hn::Mul(lower(a), lower(b)), hn::Mul(lower(c), lower(d)));
+  const auto high = hn::Add(hn::Mul(upper(a), upper(b)), hn::Mul(upper(c), upper(d)));
+  return hn::Combine(F32(), hn::DemoteTo(half, high), hn::DemoteTo(half, low));
+#endif
+}
+
 // One vector of elements from index i.
 template <bool kL2, class S, ParameterFormat kFormat>
 HWY_INLINE void update(const Constants& c, const S& s, std::integral_constant<ParameterFormat, kFormat>,
@@ -66,8 +91,12 @@ HWY_INLINE void update(const Constants& c, const S& s, std::integral_constant<Pa
     p = load_fp32(s.parameter + i);
   }
 
-  Vf g = hn::Mul(load_fp32(s.gradient + i), c.gradient_scale);
-  if constexpr (kL2) g = hn::Add(g, hn::Mul(c.l2_decay, p));
+  Vf g = load_fp32(s.gradient + i);
+  if constexpr (kL2) {
+    g = sum_of_products(g, c.gradient_scale, p, c.l2_decay);
+  } else {
+    g = hn::Mul(g, c.gradient_scale);
+  }
   p = hn::Mul(p, c.decay_factor);
 
   Vf m = load_fp32(s.exp_avg + i);

@@ -26,9 +26,11 @@ namespace {
 HWY_EXPORT(running_target);
 
 // The fallback is in every build and needs no instruction of its own; Highway's own build may name another one.
+// Asked once, since asking resets the choice.
 std::int64_t usable_targets() {
   constexpr std::int64_t kFallbacks = HWY_SCALAR | HWY_EMU128;
-  return HWY_TARGETS & (hwy::SupportedTargets() | kFallbacks);
+  static const std::int64_t targets = HWY_TARGETS & (hwy::SupportedTargets() | kFallbacks);
+  return targets;
 }
 
 }  // namespace

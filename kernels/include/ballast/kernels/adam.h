@@ -17,9 +17,11 @@ namespace ballast::kernels {
 //   p = p - step_size * m / (sqrt(v) * inverse_sqrt_correction2 + epsilon)
 // where step_size = learning_rate / (1 - beta1^t) and inverse_sqrt_correction2 = 1 / sqrt(1 - beta2^t). p steps by the
 // m and v that are stored: with bf16 moments they are rounded to nearest even first. Where step_size * m is zero p does
-// not step, so it keeps its bits at learning rate 0, and where m, v and epsilon are all 0.
+// not step, so it keeps its bits at learning rate 0, and where m, v and epsilon are all 0. The L2 gradient, a sum of two
+// products that may cancel, is summed in double and rounded once. So each of m, v and p is within 4 ulp of the largest
+// summand of its formula, evaluated exactly from these scalars and the stored m and v.
 struct AdamScalars {
-  float gradient_scale;           // 1 / (loss scale * micro-batches) * clip factor
+  float gradient_scale;  // 1 / (loss scale * micro-batches) * clip factor
   float beta1;
   float one_minus_beta1;
   float beta2;
@@ -27,8 +29,8 @@ struct AdamScalars {
   float step_size;
   float inverse_sqrt_correction2;
   float epsilon;
-  float decay_factor;             // decoupled: 1 - learning_rate * weight_decay, else 1
-  float l2_decay;                 // L2: weight_decay, else 0
+  float decay_factor;  // decoupled: 1 - learning_rate * weight_decay, else 1
+  float l2_decay;      // L2: weight_decay, else 0
 };
 
 struct AdamHyperparameters {
@@ -37,7 +39,7 @@ struct AdamHyperparameters {
   double beta2;
   double epsilon;
   double weight_decay;
-  bool decoupled;                 // AdamW
+  bool decoupled;  // AdamW
 };
 
 // Bias corrections in double from the step number (1 for the first update, never 0; 64 bits, never a float). The betas
@@ -45,12 +47,12 @@ struct AdamHyperparameters {
 AdamScalars adam_scalars(const AdamHyperparameters& hyperparameters, std::uint64_t step, double gradient_scale);
 
 enum class ParameterFormat : std::uint8_t {
-  split_bf16,   // parameter: bf16 (2 bytes), master: signed 16-bit remainder (2 bytes); fp32 rebuilt bit for bit
-  fp16,         // parameter: fp16 (2 bytes, nearest-even of master), master: fp32 (4 bytes)
-  fp32,         // parameter: fp32 (4 bytes), master: unused
+  split_bf16,  // parameter: bf16 (2 bytes), master: signed 16-bit remainder (2 bytes); fp32 rebuilt bit for bit
+  fp16,        // parameter: fp16 (2 bytes, nearest-even of master), master: fp32 (4 bytes)
+  fp32,        // parameter: fp32 (4 bytes), master: unused
 };
-// bf16 moments are lossy: at beta2 = 0.999 a second moment decays by less than half a bf16 unit in the last place, so it
-// grows with the gradients but does not shrink.
+// bf16 moments are lossy: at beta2 = 0.999 a second moment decays by less than half a bf16 unit in the last place, so
+// it grows with the gradients but does not shrink.
 enum class ElementType : std::uint8_t { fp32, bf16 };
 
 // All arrays hold `count` elements and are aligned to their element; none may overlap another.
@@ -58,12 +60,12 @@ struct AdamArrays {
   ParameterFormat parameter_format = ParameterFormat::split_bf16;
   ElementType moment_type = ElementType::fp32;
   ElementType gradient_type = ElementType::fp32;
-  void* parameter = nullptr;        // in and out
-  void* master = nullptr;           // in and out
-  void* exp_avg = nullptr;          // in and out
-  void* exp_avg_sq = nullptr;       // in and out
+  void* parameter = nullptr;   // in and out
+  void* master = nullptr;      // in and out
+  void* exp_avg = nullptr;     // in and out
+  void* exp_avg_sq = nullptr;  // in and out
   const void* gradient = nullptr;
-  void* published = nullptr;        // optional second destination of the new parameter, same format
+  void* published = nullptr;  // optional second destination of the new parameter, same format
 };
 
 // A count of 0 touches nothing.

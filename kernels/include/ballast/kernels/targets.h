@@ -9,7 +9,7 @@
 
 namespace ballast::kernels {
 
-std::vector<std::string> supported_targets();   // best first, as this CPU runs them
+std::vector<std::string> supported_targets();  // best first, as this CPU runs them
 std::string active_target();
 // Restricts dispatch to one target ("AVX2"); an empty name restores the best. Returns false where it is not there.
 // Not while another thread is in a kernel.
