@@ -1,0 +1,75 @@
+// GptTrainer: trains a GPT on the bytes of a file through the engine's public interface, as any other trainer would.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ballast/engine/engine.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "data.h"
+#include "model.h"
+
+namespace ballast::gpt {
+
+// horizontal: one micro-batch after another, each through the whole model (a pass each). vertical: all micro-batches of
+// a layer before the next layer (one pass), which divides the parameter traffic by their number.
+enum class MicroBatchOrder : std::uint8_t { horizontal, vertical };
+
+struct TrainSettings {
+  std::int64_t batch = 4;       // sequences per step, over all ranks and micro-batches
+  std::int64_t sequence = 128;  // tokens per sequence; at most the shape's context
+  std::int64_t micro_batches = 1;
+  MicroBatchOrder order = MicroBatchOrder::horizontal;
+  std::uint64_t seed = 0;  // of the initial parameters and of the batches
+  int world_size = 1;
+  int rank = 0;
+  int threads = 0;  // of the maths; 0: as OMP_NUM_THREADS, affinity and CPU quota say
+
+  // Throws ConfigError with the numbers.
+  void validate(const GptShape& shape) const;
+};
+
+struct StepResult {
+  double loss = 0;       // mean over this rank's part of the batch, nats per byte, unscaled
+  double grad_norm = 0;  // before clipping; NaN or infinity where the step was discarded
+  bool updated = true;   // false: discarded, because a gradient was not finite
+};
+
+// One thread at a time. The engine must outlive the trainer.
+class GptTrainer {
+ public:
+  // Registers the units and the expected order with the engine; the caller then calls engine.commit() and
+  // engine.initialize(trainer.fill()). Takes the memory of all activations. Throws ConfigError for settings that do not
+  // fit the shape or the data.
+  GptTrainer(Engine& engine, const GptShape& shape, const TrainSettings& settings,
+             std::shared_ptr<const ByteData> data);
+  ~GptTrainer();
+  GptTrainer(const GptTrainer&) = delete;
+  GptTrainer& operator=(const GptTrainer&) = delete;
+
+  // GPT-2's initial values, a pure function of (seed, parameter, element). Valid as long as the trainer.
+  Engine::Fill fill() const;
+
+  // One optimizer step on the batch of that index: the same bytes whatever ran before. learning_rate: the engine's own
+  // where nothing is given. Discards where gradients are not finite; throws Error after kDiscardsMax of these in a row
+  // (kDiscardsMaxScaled with a dynamic loss scale, which needs some to find its value).
+  StepResult step(std::uint64_t index, std::optional<double> learning_rate = {});
+  static constexpr int kDiscardsMax = 5;
+  static constexpr int kDiscardsMaxScaled = 20;
+
+  // Mean loss over one batch of that index, drawn from another stream than the training batches; updates nothing.
+  double evaluate(std::uint64_t index);
+
+  std::uint64_t tokens_per_step() const;   // over all ranks
+  std::uint64_t activation_bytes() const;  // host memory that the maths holds
+  const std::string& maths_note() const;   // one line: what multiplies, and on how many threads
+
+ private:
+  class Implementation;
+  std::unique_ptr<Implementation> implementation_;
+};
+
+}  // namespace ballast::gpt
