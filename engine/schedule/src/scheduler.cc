@@ -216,6 +216,7 @@ void Scheduler::cancel_entry(Index id) {
 }
 
 void Scheduler::cancel_expected() {
+  ++cancellations_;
   for (Index id = entry_tail_; id != kNone;) {
     const Index previous = entries_[id].previous;
     if (!entries_[id].leased && !entries_[id].cancelled) {
@@ -291,6 +292,13 @@ Index Scheduler::overlapping(std::uint64_t offset, std::uint64_t bytes, Index ex
     if (overlap(offset, bytes, entry.offset, entry.bytes)) return i;
   }
   return kNone;
+}
+
+bool Scheduler::copy_offset(Index unit, std::uint64_t* offset) const {
+  const auto copy = std::find_if(copies_.begin(), copies_.end(), [&](const Copy& c) { return c.unit == unit; });
+  if (copy == copies_.end()) return false;
+  *offset = copy->offset;
+  return true;
 }
 
 void Scheduler::forget_copy(Index unit) {

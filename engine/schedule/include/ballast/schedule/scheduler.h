@@ -152,6 +152,11 @@ class Scheduler {
   bool room_for(Index unit) const;  // tables can take an entry with its jobs
   std::uint64_t updates_done(Index chunk) const { return chunk_states_[chunk].updates; }
 
+  // Grows whenever expected entries were ended, by cancel_expected() or because they had become stale.
+  std::uint64_t cancellations() const { return cancellations_; }
+  // Where the unit's current parameters still lie on the device unchanged. Returns false where they do not.
+  bool copy_offset(Index unit, std::uint64_t* offset) const;
+
   // Verifies every invariant; returns an empty text or what is broken. For tests: linear in the state.
   std::string check() const;
   // The whole state as words, equal for equal states: for the explorer. And as text for people.
@@ -280,6 +285,7 @@ class Scheduler {
   Index entry_head_ = kNone, entry_tail_ = kNone, entry_count_ = 0;
   Index jobs_alive_ = 0, gradient_jobs_ = 0, in_flight_ = 0;
   std::uint64_t next_key_ = 1;
+  std::uint64_t cancellations_ = 0;
 };
 
 }  // namespace ballast::schedule
