@@ -82,20 +82,21 @@ HostStream::HostStream(std::string_view name, std::shared_ptr<const CopyHook> be
   try {
     // The lock keeps the thread from its first item until the progress knows it.
     const std::lock_guard lock(shared_->mutex);
-    thread_ = std::thread([shared = shared_] { run(shared); });
-    shared_->progress->set_thread(thread_.get_id());
+    thread_ = std::make_unique<std::thread>([shared = shared_] { run(shared); });
+    shared_->progress->set_thread(thread_->get_id());
   } catch (const std::system_error& error) {
     throw IoError("no thread for stream \"" + shared_->name + "\": " + error.what() +
                   ". Raise the limit on processes (ulimit -u, or pids.max of the cgroup)");
   }
   const std::string label = ("bl-" + shared_->name).substr(0, 15);  // what the kernel has room for
-  pthread_setname_np(thread_.native_handle(), label.c_str());       // for debuggers only
+  pthread_setname_np(thread_->native_handle(), label.c_str());       // for debuggers only
 }
 
 HostStream::~HostStream() {
   if (getpid() != owner_) {
-    // A forked child has no such thread, and its locks may be held for ever. The thread's copy of shared_ keeps it.
-    thread_.detach();
+    // A forked child has no such thread, and its locks may be held for ever: nothing is touched. The thread's own copy
+    // of shared_ keeps that alive.
+    static_cast<void>(thread_.release());
     return;
   }
   {
@@ -103,7 +104,7 @@ HostStream::~HostStream() {
     shared_->ending = true;
     shared_->work.notify_one();
   }
-  thread_.join();
+  thread_->join();
 }
 
 template <class Fill>

@@ -110,7 +110,7 @@ class HostStream final : public Stream {
 
   std::shared_ptr<Shared> shared_;
   pid_t owner_;
-  std::thread thread_;
+  std::unique_ptr<std::thread> thread_;
 };
 
 }  // namespace ballast::offload

@@ -2,8 +2,6 @@
 // inside. SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 #include <oneapi/tbb/global_control.h>
-#include <oneapi/tbb/parallel_for.h>
-#include <oneapi/tbb/task_arena.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,6 +13,7 @@
 
 #include "ballast/base/error.h"
 #include "ballast/offload/cpu_pool.h"
+#include "contract/outer_loop.h"
 
 namespace ballast::offload {
 namespace {
@@ -89,16 +88,13 @@ TEST_P(CpuPoolContract, ALoopInsideABodyOfTheSamePoolEnds) {
 TEST_P(CpuPoolContract, InsideTheCallersOwnLoopUnderALockItEndsWithTheRightResult) {
   for (const int outer_threads : {1, 2, 8}) {
     const auto pool = make();
-    tbb::task_arena outer(outer_threads);
     std::mutex mutex;
     for (int round = 0; round < 350; ++round) {
       std::vector<int> values(64 * 16, 0);
-      outer.execute([&] {
-        tbb::parallel_for(0, 16, [&](int) {
-          const std::lock_guard lock(mutex);
-          parallel_for(*pool, values.size(), 64, [&](std::size_t begin, std::size_t end) {
-            for (std::size_t i = begin; i < end; ++i) ++values[i];
-          });
+      outer_loop(outer_threads, 16, [&] {
+        const std::lock_guard lock(mutex);
+        parallel_for(*pool, values.size(), 64, [&](std::size_t begin, std::size_t end) {
+          for (std::size_t i = begin; i < end; ++i) ++values[i];
         });
       });
       ASSERT_EQ(std::count(values.begin(), values.end(), 16), static_cast<std::ptrdiff_t>(values.size()));
