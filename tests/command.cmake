@@ -1,6 +1,27 @@
-# Tests of the configuration and of the command.
+# Tests of the configuration, of the command, and of the source tree's own rules.
 # SPDX-License-Identifier: Apache-2.0
-ballast_add_test(config_test LABEL unit
+find_package(nlohmann_json 3.11 REQUIRED)
+
+ballast_add_test(config_test LABEL unit TIMEOUT 120
   SOURCES unit/config_test.cc unit/config_fuzz_test.cc
   LIBRARIES ballast_engine)
 target_compile_definitions(config_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+
+set(command_parts ${PROJECT_SOURCE_DIR}/bench/cli)
+ballast_add_test(command_parts_test LABEL unit TIMEOUT 120
+  SOURCES unit/command_parts_test.cc integration/command_runner.cc
+          ${command_parts}/output_file.cc ${command_parts}/run_record.cc ${command_parts}/storage_bench.cc
+  LIBRARIES ballast_engine ballast_io ballast_offload nlohmann_json::nlohmann_json)
+target_include_directories(command_parts_test PRIVATE ${PROJECT_SOURCE_DIR}/bench)
+target_compile_definitions(command_parts_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}" BALLAST_COMMAND="")
+
+if(TARGET ballast)
+  foreach(name command_refusals_test command_train_test)
+    ballast_add_test(${name} LABEL integration TIMEOUT 600
+      SOURCES integration/${name}.cc integration/command_runner.cc LIBRARIES nlohmann_json::nlohmann_json)
+    target_compile_features(${name} PRIVATE cxx_std_20)
+    target_compile_definitions(${name} PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}"
+                                               BALLAST_COMMAND="$<TARGET_FILE:ballast>")
+    add_dependencies(${name} ballast)
+  endforeach()
+endif()

@@ -65,8 +65,7 @@ int run(const Options& options) {
     return rate_text(result.bytes_per_second()) + ", " + fixed_text(result.cpu_seconds_per_gigabyte() * 1e3, 1) +
            " ms CPU per GB";
   };
-  if (!bench.direct())
-    std::printf("CACHED: this file system takes no direct I/O, so these are figures of the page cache\n");
+  if (!bench.direct()) std::printf("CACHED: no direct I/O to a drive here, so these are figures of memory\n");
   print_table(
       {{"read", line(read)},
        {"write", line(write)},

@@ -101,7 +101,7 @@ void print_closing(const RunRecord& record) {
     rows.push_back({"NVMe rates measured at start", rate_text(record.rates->read_bytes_per_second) + " read, " +
                                                         rate_text(record.rates->write_bytes_per_second) + " written, " +
                                                         rate_text(record.rates->mixed_bytes_per_second) + " mixed" +
-                                                        (record.rates->direct ? "" : " (page cache)")});
+                                                        (record.rates->direct ? "" : " (no direct I/O: memory)")});
   if (report.steps_discarded > 0)
     rows.push_back({"steps discarded (gradients not finite)", std::to_string(report.steps_discarded)});
   print_table(rows);

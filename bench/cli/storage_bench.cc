@@ -8,8 +8,10 @@
 #include <ballast/base/size.h>
 #include <ballast/offload/slab.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -66,6 +68,10 @@ class NamelessFile {
     }
     if (descriptor_ < 0) throw IoError("cannot make a file in " + directory + ": " + std::strerror(errno));
     ::unlink(path.c_str());
+    struct statfs system {};
+    // Memory takes "direct" requests too; it is no drive for that.
+    if (::fstatfs(descriptor_, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC))
+      direct_ = false;
     const int error = ::posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes));
     if (error == 0 || error == EOPNOTSUPP || error == EINVAL) return;
     ::close(descriptor_);

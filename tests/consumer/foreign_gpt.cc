@@ -6,7 +6,7 @@
 #include <exception>
 #include <string>
 
-#include "trainer.h"
+#include "gpt/trainer.h"
 
 namespace {
 

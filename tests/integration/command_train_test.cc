@@ -1,0 +1,221 @@
+// What `ballast train` and `ballast bench` do and write.
+// SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+
+#include "command_runner.h"
+
+namespace ballast::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using Arguments = std::vector<std::string>;
+using Json = nlohmann::json;
+
+class Training : public ::testing::Test {
+ protected:
+  Arguments train(const std::string& engine, const Arguments& more = {}) const {
+    Arguments all = {"train",
+                     "--model",
+                     source_path("configs/models/gpt-tiny.json"),
+                     "--engine",
+                     source_path("configs/engine/" + engine + ".json"),
+                     "--data",
+                     data_,
+                     "--sequence",
+                     "16",
+                     "--batch",
+                     "1",
+                     "--set",
+                     "nvme.paths=" + scratch_.path() + "/states"};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
+  // Runs it, expects success and silence on standard error, and returns what it wrote with --json.
+  Json figures(const std::string& engine, Arguments more) const {
+    const std::string path = scratch_.path() + "/out.json";
+    more.insert(more.end(), {"--json", path});
+    const CommandResult result = run_command(train(engine, more));
+    EXPECT_EQ(result.status, 0) << result.error;
+    EXPECT_THAT(result.error, IsEmpty());
+    Json json = Json::parse(read_file(path), nullptr, false);
+    EXPECT_FALSE(json.is_discarded());
+    std::filesystem::remove(path);
+    return json;
+  }
+
+  ScratchFolder scratch_;
+  std::string data_ = [&] {
+    std::string text;
+    for (int i = 0; i < 400; ++i) text += "line " + std::to_string(i * 7919) + " of the text\n";
+    return scratch_.write("text", text);
+  }();
+};
+
+TEST_F(Training, WritesEveryFigureOfTheContract) {
+  const Json json = figures("nvme", {"--steps", "4", "--micro-batches", "2", "--batch", "6", "--order", "vertical"});
+  for (const char* key : {"parameters",
+                          "world_size",
+                          "first_step",
+                          "losses",
+                          "grad_norms",
+                          "step_seconds",
+                          "tokens_per_second",
+                          "bytes_per_step",
+                          "resident_fraction",
+                          "peak_bytes",
+                          "budget_bytes",
+                          "bound_seconds",
+                          "efficiency",
+                          "io_backend",
+                          "device",
+                          "timing",
+                          "placement",
+                          "threads",
+                          "zero_stage",
+                          "resumed_from"})
+    EXPECT_TRUE(json.contains(key)) << key;
+  EXPECT_EQ(json["losses"].size(), 4u);
+  EXPECT_EQ(json["grad_norms"].size(), 4u);
+  EXPECT_EQ(json["step_seconds"].size(), 4u);
+  EXPECT_EQ(json["first_step"], 0);
+  EXPECT_EQ(json["world_size"], 1);
+  EXPECT_EQ(json["resident_fraction"], 0.0);
+  EXPECT_TRUE(json["resumed_from"].is_null());
+  EXPECT_THAT(json["io_backend"], ::testing::AnyOf("io_uring", "threads"));
+  for (const char* key : {"nvme_read", "nvme_written", "host_to_device", "device_to_host", "collective"})
+    EXPECT_TRUE(json["bytes_per_step"].contains(key)) << key;
+  const double parameters = json["parameters"];
+  EXPECT_GT(json["bytes_per_step"]["nvme_read"].get<double>(), 10 * parameters);
+  EXPECT_GT(json["bytes_per_step"]["nvme_written"].get<double>(), 8 * parameters);
+  EXPECT_GT(json["bound_seconds"]["nvme"].get<double>(), 0);
+  EXPECT_GT(json["efficiency"].get<double>(), 0);
+  EXPECT_LE(json["peak_bytes"]["device"], json["budget_bytes"]["device"]);
+  EXPECT_LE(json["peak_bytes"]["host"], json["budget_bytes"]["host"]);
+  EXPECT_GT(json["peak_bytes"]["resident_set"].get<double>(), 1 << 20);
+}
+
+TEST_F(Training, LossesAreTheSameBitsWhereverTheStatesLive) {
+  const Json nvme = figures("nvme", {"--steps", "3"});
+  EXPECT_EQ(figures("in-memory", {"--steps", "3"})["losses"], nvme["losses"]);
+  EXPECT_EQ(figures("host", {"--steps", "3"})["losses"], nvme["losses"]);
+  EXPECT_EQ(figures("auto", {"--steps", "3"})["losses"], nvme["losses"]);
+  EXPECT_NE(figures("host", {"--steps", "3", "--seed", "5"})["losses"], nvme["losses"]);
+  EXPECT_EQ(figures("host", {"--steps", "2"})["bytes_per_step"]["nvme_read"], 0);
+}
+
+TEST_F(Training, AppendsWholeLinesToTheLogAndCutsATornOne) {
+  const std::string log = scratch_.write("log", "{\"step\":7}\n{\"step\":8,\"lo");
+  const Json json = figures("host", {"--steps", "3", "--log", log});
+  std::istringstream lines(read_file(log));
+  std::vector<Json> parsed;
+  for (std::string line; std::getline(lines, line);) parsed.push_back(Json::parse(line));
+  ASSERT_EQ(parsed.size(), 4u);
+  EXPECT_EQ(parsed[0]["step"], 7);
+  for (std::size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(parsed[i + 1]["step"], i);
+    EXPECT_EQ(parsed[i + 1]["loss"], json["losses"][i]);
+    EXPECT_EQ(parsed[i + 1]["grad_norm"], json["grad_norms"][i]);
+    EXPECT_EQ(parsed[i + 1]["seconds"], json["step_seconds"][i]);
+  }
+}
+
+TEST_F(Training, LeavesOnlyWhatWasAskedFor) {
+  const std::string trace = scratch_.path() + "/trace.json";
+  EXPECT_EQ(
+      run_command(train("nvme", {"--steps", "1", "--trace", trace, "--json", scratch_.path() + "/out.json"})).status,
+      0);
+  EXPECT_FALSE(Json::parse(read_file(trace), nullptr, false).is_discarded());
+  std::set<std::string> left;
+  for (const std::string& name : scratch_.entries()) left.insert(name);
+  left.erase("states");  // the folder may stay; its files may not
+  EXPECT_THAT(left, ElementsAre("out.json", "text", "trace.json"));
+  if (std::filesystem::exists(scratch_.path() + "/states")) {
+    EXPECT_TRUE(std::filesystem::is_empty(scratch_.path() + "/states"));
+  }
+}
+
+TEST_F(Training, SaysThatThereIsNothingToResumeFrom) {
+  const CommandResult result = run_command(train("host", {"--steps", "1", "--resume", "--overwrite"}));
+  EXPECT_EQ(result.status, 0) << result.error;
+  EXPECT_THAT(result.output, HasSubstr("nothing to resume from: starting at step 0"));
+}
+
+TEST_F(Training, EndsWithATableForPeople) {
+  const CommandResult result = run_command(train("nvme", {"--steps", "3"}));
+  EXPECT_EQ(result.status, 0) << result.error;
+  for (const char* row : {"loss", "->", "tokens/s", "bytes per parameter", "efficiency", "peak host memory",
+                          "peak device memory", " of "})
+    EXPECT_THAT(result.output, HasSubstr(row));
+  EXPECT_THAT(result.output, Not(HasSubstr("\r")));
+  EXPECT_THAT(result.output, Not(HasSubstr("nan")));
+}
+
+TEST_F(Training, AnInterruptEndsItBetweenStepsAndLeavesNothing) {
+  const std::string json = scratch_.path() + "/out.json";
+  const CommandResult result = run_command(train("nvme", {"--steps", "1000000", "--json", json}), {}, 3000, SIGINT);
+  EXPECT_EQ(result.status, 128 + SIGINT) << result.error;
+  ASSERT_EQ(result.error_lines().size(), 1u);
+  EXPECT_THAT(result.error, HasSubstr("interrupted after step"));
+  EXPECT_FALSE(std::filesystem::exists(json));
+  for (const std::string& name : scratch_.entries()) EXPECT_THAT(name, Not(HasSubstr("partial")));
+  if (std::filesystem::exists(scratch_.path() + "/states")) {
+    EXPECT_TRUE(std::filesystem::is_empty(scratch_.path() + "/states"));
+  }
+}
+
+TEST_F(Training, AFullStandardOutputIsAnError) {
+  if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "there is no /dev/full here";
+  const CommandResult result = run_command(train("host", {"--steps", "1", "--json", "/dev/full"}));
+  EXPECT_EQ(result.status, 1);
+  EXPECT_EQ(result.error_lines().size(), 1u) << result.error;
+  EXPECT_THAT(result.error, HasSubstr("/dev/full"));
+}
+
+TEST_F(Training, BenchIoMovesWhatWasAskedAndRemovesItsFile) {
+  const std::string json = scratch_.path() + "/io.json";
+  const std::string states = scratch_.path() + "/a/b";
+  const CommandResult result = run_command({"bench", "io", "--path", states, "--size", "9000KiB", "--block-size",
+                                            "64KiB", "--queue-depth", "4", "--json", json});
+  ASSERT_EQ(result.status, 0) << result.error;
+  EXPECT_THAT(result.output, HasSubstr("note: 9000KiB is no whole number of blocks"));
+  EXPECT_FALSE(std::filesystem::exists(scratch_.path() + "/a"));
+  const Json figures = Json::parse(read_file(json));
+  for (const char* key : {"read_bytes_per_second", "write_bytes_per_second", "mixed_bytes_per_second"})
+    EXPECT_GT(figures[key].get<double>(), 0) << key;
+  EXPECT_GE(figures["cpu_seconds_per_gigabyte"]["read"].get<double>(), 0);
+  EXPECT_GE(figures["cpu_seconds_per_gigabyte"]["write"].get<double>(), 0);
+  EXPECT_EQ(figures["size"], 9000 / 64 * 64 * 1024);
+  EXPECT_EQ(figures["block_size"], 65536);
+  EXPECT_EQ(figures["queue_depth"], 4);
+  EXPECT_THAT(figures["io_backend"], ::testing::AnyOf("io_uring", "threads"));
+}
+
+TEST_F(Training, BenchAdamAndDoctorWriteTheirFigures) {
+  const std::string json = scratch_.path() + "/out.json";
+  ASSERT_EQ(run_command({"bench", "adam", "--parameters", "1048576", "--threads", "1", "--json", json}).status, 0);
+  Json figures = Json::parse(read_file(json));
+  for (const char* key :
+       {"parameters_per_second", "bytes_per_second", "rewrite_bytes_per_second", "three_pass_parameters_per_second"})
+    EXPECT_GT(figures[key].get<double>(), 0) << key;
+  EXPECT_EQ(figures["threads"], 1);
+  EXPECT_FALSE(figures["instruction_set"].get<std::string>().empty());
+
+  const CommandResult doctor = run_command({"doctor", "--set", "nvme.paths=" + scratch_.path(), "--json", json});
+  ASSERT_EQ(doctor.status, 0) << doctor.error;
+  EXPECT_THAT(doctor.output, HasSubstr("io_uring"));
+  figures = Json::parse(read_file(json));
+  EXPECT_GT(figures["lines"].size(), 3u);
+}
+
+}  // namespace
+}  // namespace ballast::testing

@@ -1,0 +1,183 @@
+// The parts of the command that need no training: output files, figures of a run, raw storage rates.
+// SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/error.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <filesystem>
+#include <limits>
+
+#include "cli/output_file.h"
+#include "cli/run_record.h"
+#include "cli/storage_bench.h"
+#include "integration/command_runner.h"
+
+namespace ballast::cli {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using testing::read_file;
+using testing::ScratchFolder;
+
+TEST(OutputFile, AppearsWholeOrNotAtAll) {
+  const ScratchFolder scratch;
+  const std::string path = scratch.write("out", "old");
+  {
+    OutputFile file(path);
+    EXPECT_EQ(read_file(path), "old");
+  }
+  EXPECT_EQ(read_file(path), "old");
+  EXPECT_THAT(scratch.entries(), ElementsAre("out"));
+  {
+    OutputFile file(path);
+    file.publish("new");
+    EXPECT_EQ(read_file(path), "new");
+  }
+  EXPECT_EQ(read_file(path), "new");
+  EXPECT_THAT(scratch.entries(), ElementsAre("out"));
+}
+
+TEST(OutputFile, PathsThatCannotBeWrittenAreRefusedAtOnce) {
+  const ScratchFolder scratch;
+  EXPECT_THROW(OutputFile(scratch.path()), ConfigError);
+  EXPECT_THROW(OutputFile(scratch.path() + "/absent/out"), ConfigError);
+  EXPECT_THAT(scratch.entries(), IsEmpty());
+  OutputFile nothing("");
+  EXPECT_FALSE(nothing.wanted());
+  nothing.publish("x");
+  OutputFile null("/dev/null");
+  null.publish("x");
+  EXPECT_TRUE(std::filesystem::is_character_file("/dev/null"));
+}
+
+TEST(LineLog, CutsATornLineOfAnyLengthAndKeepsWholeOnes) {
+  const ScratchFolder scratch;
+  for (const std::size_t torn : {0, 1, 4095, 4096, 4097, 20'000}) {
+    for (const std::string whole : {"", "first\nsecond\n"}) {
+      const std::string path = scratch.write("log", whole + std::string(torn, 'x'));
+      LineLog(path).append("added");
+      EXPECT_EQ(read_file(path), whole + "added\n") << torn;
+    }
+  }
+}
+
+TEST(LineLog, AFileThatStaysEmptyIsRemovedAgain) {
+  const ScratchFolder scratch;
+  { const LineLog log(scratch.path() + "/log"); }
+  EXPECT_THAT(scratch.entries(), IsEmpty());
+  scratch.write("log", "");
+  { const LineLog log(scratch.path() + "/log"); }
+  EXPECT_THAT(scratch.entries(), ElementsAre("log"));
+  EXPECT_THROW(LineLog(scratch.path()), ConfigError);
+}
+
+RunRecord record_of(std::size_t steps, double seconds) {
+  RunRecord record;
+  record.tokens_per_step = 24;
+  record.steps.assign(steps, {2.5, 1.0, seconds});
+  record.end.parameters = 100;
+  return record;
+}
+
+TEST(RunRecord, WarmUpStepsDoNotCountWhereThereAreMore) {
+  EXPECT_EQ(warm_up_steps(0), 0u);
+  EXPECT_EQ(warm_up_steps(1), 0u);
+  EXPECT_EQ(warm_up_steps(2), 1u);
+  EXPECT_EQ(warm_up_steps(3), 2u);
+  EXPECT_EQ(warm_up_steps(100), 2u);
+  RunRecord record = record_of(5, 1.0);
+  record.steps[0].seconds = record.steps[1].seconds = 1000;
+  EXPECT_EQ(record.steady_step_seconds(), 1.0);
+  EXPECT_EQ(record.tokens_per_second(), 24.0);
+}
+
+TEST(RunRecord, TheBoundIsTheSlowestLaneAndNvmeCountsInTurnUnlessDuplex) {
+  RunRecord record = record_of(6, 0.5);
+  const auto lane = [&](Lane which) -> LaneReport& { return record.end.lanes[static_cast<std::size_t>(which)]; };
+  lane(Lane::nvme_read).bytes = 4 * 1400;
+  lane(Lane::nvme_write).bytes = 4 * 1200;
+  lane(Lane::compute).busy_ns = 4 * 100'000'000;
+  record.rates =
+      StorageRates{.read_bytes_per_second = 7000, .write_bytes_per_second = 6000, .mixed_bytes_per_second = 6500};
+  EXPECT_DOUBLE_EQ(record.bytes_per_step(Lane::nvme_read), 1400);
+  EXPECT_DOUBLE_EQ(record.nvme_bound_seconds(), 0.4);
+  EXPECT_DOUBLE_EQ(record.bound_seconds(Lane::compute), 0.1);
+  EXPECT_DOUBLE_EQ(record.efficiency(), 0.8);
+  EXPECT_EQ(record.bounding_lane(), "nvme");
+  record.rates->mixed_bytes_per_second = 13'000;
+  EXPECT_DOUBLE_EQ(record.nvme_bound_seconds(), 0.2);
+  lane(Lane::compute).busy_ns = 4 * 450'000'000;
+  EXPECT_DOUBLE_EQ(record.efficiency(), 0.9);
+  EXPECT_EQ(record.bounding_lane(), "compute");
+}
+
+TEST(RunRecord, JsonHoldsNullWhereANumberIsNotFinite) {
+  RunRecord record = record_of(1, 0.0);
+  record.steps[0].loss = std::numeric_limits<double>::quiet_NaN();
+  record.steps[0].grad_norm = std::numeric_limits<double>::infinity();
+  record.end.lanes[0].bytes = 10;
+  const std::string text = to_json(record).dump();
+  EXPECT_THAT(text, HasSubstr("\"losses\":[null]"));
+  EXPECT_THAT(text, HasSubstr("\"grad_norms\":[null]"));
+  EXPECT_THAT(text, HasSubstr("\"tokens_per_second\":null"));
+  EXPECT_THAT(text, HasSubstr("\"efficiency\":null"));
+}
+
+TEST(RunRecord, LossesArePrintedSoThatTheyRoundTrip) {
+  RunRecord record = record_of(1, 1.0);
+  record.steps[0].loss = 0.1 + 0.2;
+  EXPECT_EQ(nlohmann::json::parse(to_json(record).dump())["losses"][0].get<double>(), 0.1 + 0.2);
+}
+
+class StorageBenchOn : public ::testing::TestWithParam<io::Backend> {
+ protected:
+  void SetUp() override {
+    if (GetParam() == io::Backend::io_uring && !io::io_uring_unavailable_reason().empty())
+      GTEST_SKIP() << "no io_uring here: " << io::io_uring_unavailable_reason();
+  }
+};
+
+TEST_P(StorageBenchOn, EveryPassMovesTheWholeFilesAndLeavesNothing) {
+  const ScratchFolder scratch;
+  {
+    StorageBench bench({.paths = {scratch.path() + "/a/b", scratch.path() + "/c"},
+                        .bytes_per_path = 37 * 65536,
+                        .block_bytes = 65536,
+                        .queue_depth = 5,
+                        .backend = GetParam()});
+    EXPECT_EQ(bench.prepare().bytes, 2 * 37 * 65536u);
+    EXPECT_GE(bench.flush_seconds(), 0);
+    using Pattern = StorageBench::Pattern;
+    for (const Pattern pattern : {Pattern::read, Pattern::write, Pattern::mixed, Pattern::read}) {
+      const auto result = bench.run(pattern);
+      EXPECT_EQ(result.bytes, 2 * 37 * 65536u);
+      EXPECT_GT(result.bytes_per_second(), 0);
+    }
+  }
+  EXPECT_THAT(scratch.entries(), IsEmpty());
+}
+
+TEST_P(StorageBenchOn, APassThatRunsOutOfTimeEndsEarlyAndLaterOnesReadOnlyWhatWasWritten) {
+  const ScratchFolder scratch;
+  StorageBench bench({.paths = {scratch.path()},
+                      .bytes_per_path = std::uint64_t{1} << 30,
+                      .block_bytes = 4096,
+                      .queue_depth = 2,
+                      .backend = GetParam(),
+                      .pass_seconds_max = 0.02});
+  const auto prepared = bench.prepare();
+  EXPECT_GT(prepared.bytes, 0u);
+  EXPECT_LT(prepared.bytes, std::uint64_t{1} << 30);
+  EXPECT_GT(bench.run(StorageBench::Pattern::read).bytes, 0u);
+  EXPECT_GT(bench.run(StorageBench::Pattern::mixed).bytes, 0u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, StorageBenchOn, ::testing::Values(io::Backend::io_uring, io::Backend::threads),
+                         [](const auto& each) { return each.param == io::Backend::io_uring ? "io_uring" : "threads"; });
+
+}  // namespace
+}  // namespace ballast::cli
