@@ -145,6 +145,9 @@ class Scheduler {
   Index overlapping(std::uint64_t offset, std::uint64_t bytes, Index except, bool leased_only) const;
   void note_release_requested(Index entry) { entries_[entry].release_requested = true; }
   std::uint64_t device_offset(Index entry) const { return entries_[entry].offset; }
+  std::uint64_t opening_bytes(Index unit, bool gradient) const {
+    return gradient ? units_[unit].gradient_bytes : units_[unit].parameter_bytes;
+  }
   std::uint64_t entry_bytes(Index entry) const { return entries_[entry].bytes; }
   Index entry_unit(Index entry) const { return entries_[entry].unit; }
   bool entry_alive(Index entry) const { return entry < entries_.size() && entries_[entry].alive; }

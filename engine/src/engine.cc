@@ -1,0 +1,185 @@
+// The public classes: thin handles onto the implementation.
+// SPDX-License-Identifier: Apache-2.0
+#include <ballast/engine/engine.h>
+
+#include <utility>
+
+#include "engine_implementation.h"
+
+namespace ballast {
+
+void Stream::enqueue(std::function<void()> work) {
+  if (stream_ == nullptr) throw UsageError("Stream::enqueue on an empty stream; take one from Engine::stream()");
+  static_cast<offload::Stream*>(stream_)->enqueue(std::move(work));
+}
+
+void Stream::synchronize() {
+  if (stream_ == nullptr) throw UsageError("Stream::synchronize on an empty stream; take one from Engine::stream()");
+  static_cast<offload::Stream*>(stream_)->synchronize();
+}
+
+void* Stream::native_handle() const {
+  return stream_ == nullptr ? nullptr : static_cast<offload::Stream*>(stream_)->native_handle();
+}
+
+// --- leases ----------------------------------------------------------------------------------------------------------
+
+ParameterLease::ParameterLease(ParameterLease&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)), id_(other.id_) {}
+
+ParameterLease& ParameterLease::operator=(ParameterLease&& other) noexcept {
+  if (this != &other) {
+    if (engine_ != nullptr) std::exchange(engine_, nullptr)->release_parameters(id_, nullptr);
+    engine_ = std::exchange(other.engine_, nullptr);
+    id_ = other.id_;
+  }
+  return *this;
+}
+
+ParameterLease::~ParameterLease() {
+  if (engine_ != nullptr) engine_->release_parameters(id_, nullptr);
+}
+
+Tensor ParameterLease::operator[](ParameterId id) const {
+  if (engine_ == nullptr) throw UsageError("these parameters have been released");
+  return engine_->parameter_tensor(id_, id);
+}
+
+void ParameterLease::wait() {
+  if (engine_ == nullptr) throw UsageError("these parameters have been released");
+  engine_->wait_parameters(id_);
+}
+
+void ParameterLease::release(Stream stream) {
+  if (engine_ == nullptr) throw UsageError("these parameters have been released already");
+  std::exchange(engine_, nullptr)->release_parameters(id_, &stream);
+}
+
+void ParameterLease::release() {
+  if (engine_ == nullptr) throw UsageError("these parameters have been released already");
+  std::exchange(engine_, nullptr)->release_parameters(id_, nullptr);
+}
+
+GradientLease::GradientLease(GradientLease&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)), id_(other.id_) {}
+
+GradientLease& GradientLease::operator=(GradientLease&& other) noexcept {
+  if (this != &other) {
+    if (engine_ != nullptr) std::exchange(engine_, nullptr)->discard_gradients(id_);
+    engine_ = std::exchange(other.engine_, nullptr);
+    id_ = other.id_;
+  }
+  return *this;
+}
+
+GradientLease::~GradientLease() {
+  if (engine_ != nullptr) engine_->discard_gradients(id_);
+}
+
+Tensor GradientLease::operator[](ParameterId id) const {
+  if (engine_ == nullptr) throw UsageError("these gradients have been committed");
+  return engine_->gradient_tensor(id_, id);
+}
+
+void GradientLease::absent(ParameterId id) {
+  if (engine_ == nullptr) throw UsageError("these gradients have been committed");
+  engine_->mark_absent(id_, id);
+}
+
+void GradientLease::commit(Stream stream) {
+  if (engine_ == nullptr) throw UsageError("these gradients have been committed already");
+  std::exchange(engine_, nullptr)->commit_gradients(id_, stream, false);
+}
+
+void GradientLease::commit_partial(Stream stream) {
+  if (engine_ == nullptr) throw UsageError("these gradients have been committed already");
+  std::exchange(engine_, nullptr)->commit_gradients(id_, stream, true);
+}
+
+// --- passes and steps ------------------------------------------------------------------------------------------------
+
+PassScope::PassScope(PassScope&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)) {}
+
+PassScope& PassScope::operator=(PassScope&& other) noexcept {
+  std::swap(engine_, other.engine_);
+  return *this;
+}
+
+PassScope::~PassScope() { end(); }
+
+void PassScope::end() {
+  if (engine_ != nullptr) std::exchange(engine_, nullptr)->end_pass();
+}
+
+Step::Step(Step&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)) {}
+
+Step& Step::operator=(Step&& other) noexcept {
+  std::swap(engine_, other.engine_);
+  return *this;
+}
+
+Step::~Step() {
+  if (engine_ != nullptr) engine_->abandon_step();
+}
+
+PassScope Step::begin_pass(PassOptions options) {
+  if (engine_ == nullptr) throw UsageError("this step is over");
+  return engine_->begin_pass(options, true);
+}
+
+double Step::loss_scale() const {
+  if (engine_ == nullptr) throw UsageError("this step is over");
+  return engine_->loss_scale();
+}
+
+GradientNorm Step::finish_backward() {
+  if (engine_ == nullptr) throw UsageError("this step is over");
+  return engine_->finish_backward();
+}
+
+void Step::update() {
+  if (engine_ == nullptr) throw UsageError("this step is over");
+  engine_->update();
+  engine_ = nullptr;
+}
+
+void Step::discard() {
+  if (engine_ == nullptr) throw UsageError("this step is over");
+  engine_->discard();
+  engine_ = nullptr;
+}
+
+// --- engine ----------------------------------------------------------------------------------------------------------
+
+Engine::Engine(const Config& config, EngineEnvironment environment)
+    : implementation_(std::make_unique<EngineImplementation>(config, std::move(environment))) {}
+Engine::~Engine() = default;
+Engine::Engine(Engine&&) noexcept = default;
+
+UnitId Engine::add_unit(std::string name, std::vector<ParameterSpec> parameters) {
+  return implementation_->add_unit(std::move(name), std::move(parameters));
+}
+ParameterId Engine::parameter(UnitId unit, std::string_view name) const { return implementation_->parameter(unit, name); }
+void Engine::expect_order(std::vector<ExpectedAccess> accesses, int micro_batches) {
+  implementation_->expect_order(std::move(accesses), micro_batches);
+}
+void Engine::commit() { implementation_->commit(); }
+void Engine::initialize(const Fill& fill) { implementation_->initialize(fill); }
+Step Engine::begin_step(StepOptions options) { return implementation_->begin_step(std::move(options)); }
+PassScope Engine::begin_pass(PassOptions options) { return implementation_->begin_pass(options, false); }
+ParameterLease Engine::acquire(UnitId unit, Stream stream) { return implementation_->acquire(unit, stream); }
+GradientLease Engine::gradients(UnitId unit, Stream stream) { return implementation_->gradients(unit, stream); }
+void Engine::settle() { implementation_->settle(); }
+void Engine::read(ParameterId id, std::int64_t first_element, std::span<float> values) {
+  implementation_->read(id, first_element, values);
+}
+void Engine::read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg, std::span<float> exp_avg_sq) {
+  implementation_->read_moments(id, first_element, exp_avg, exp_avg_sq);
+}
+std::uint64_t Engine::step_count(ParameterId id) { return implementation_->step_count(id); }
+Stream Engine::stream() const { return implementation_->stream(); }
+Stream Engine::make_stream(std::string_view name) { return implementation_->make_stream(name); }
+std::uint64_t Engine::layout_generation() const { return implementation_->layout_generation(); }
+Report Engine::report() const { return implementation_->report(); }
+void Engine::write_trace(const std::string& path) const { implementation_->write_trace(path); }
+const Config& Engine::config() const { return implementation_->config(); }
+
+}  // namespace ballast

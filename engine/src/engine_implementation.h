@@ -1,0 +1,184 @@
+// EngineImplementation: what stands behind the public classes. Registers units, keeps the trainer's side of the contract
+// (steps, passes, leases), records and follows traces, and tells the scheduler what is expected and what happens. The
+// executor does the rest.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ballast/engine/communicator.h>
+#include <ballast/engine/engine.h>
+#include <ballast/offload/device.h>
+
+#include "executor.h"
+#include "loss_scaler.h"
+#include "plan.h"
+#include "trace.h"
+
+namespace ballast {
+
+class EngineImplementation {
+ public:
+  EngineImplementation(const Config& config, EngineEnvironment environment);
+  ~EngineImplementation();
+
+  // The public class by the same name says what each does.
+  UnitId add_unit(std::string name, std::vector<ParameterSpec> parameters);
+  ParameterId parameter(UnitId unit, std::string_view name) const;
+  void expect_order(std::vector<ExpectedAccess> accesses, int micro_batches);
+  void commit();
+  void initialize(const Engine::Fill& fill);
+  Step begin_step(StepOptions options);
+  PassScope begin_pass(PassOptions options, bool within_step);
+  void end_pass();
+  ParameterLease acquire(UnitId unit, Stream stream);
+  GradientLease gradients(UnitId unit, Stream stream);
+  void settle();
+  void read(ParameterId id, std::int64_t first_element, std::span<float> values);
+  void read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg, std::span<float> exp_avg_sq);
+  std::uint64_t step_count(ParameterId id) const;
+  Stream stream() const;
+  Stream make_stream(std::string_view name);
+  std::uint64_t layout_generation() const { return layout_generation_; }
+  Report report();
+  void write_trace(const std::string& path);
+  const Config& config() const { return config_; }
+
+  Tensor parameter_tensor(std::uint64_t lease, ParameterId id);
+  Tensor gradient_tensor(std::uint64_t lease, ParameterId id);
+  void wait_parameters(std::uint64_t lease);
+  void release_parameters(std::uint64_t lease, Stream* stream);
+  void mark_absent(std::uint64_t lease, ParameterId id);
+  void commit_gradients(std::uint64_t lease, Stream stream, bool partial);
+  void discard_gradients(std::uint64_t lease);
+
+  double loss_scale() const { return loss_scaler_.scale(); }
+  GradientNorm finish_backward();
+  void update();
+  void discard();
+  void abandon_step() noexcept;
+
+ private:
+  using Lock = engine::Executor::Lock;
+
+  struct Lease {
+    bool alive = false;
+    bool gradient = false;
+    bool committed = false;
+    bool partial = false;
+    bool last = false;                 // of the step
+    std::uint32_t generation = 0;
+    std::uint32_t index = 0;
+    std::uint32_t unit = 0;
+    schedule::Index entry = schedule::kNone;
+    std::uint32_t opening = 0;         // the recorder's
+    std::uint64_t pass = 0;
+    offload::Stream* stream = nullptr;
+    std::vector<std::uint8_t> absent;  // per parameter, where any is
+  };
+  struct UnitState {
+    bool trainable = false;
+    bool partial_open = false;         // partial commits wait for their last
+    bool updated_eagerly = false;      // in the running step
+    std::vector<std::uint64_t> step_counts;      // per parameter
+    std::vector<std::uint8_t> present;           // per parameter, in the running step
+    std::unique_ptr<bool[]> contributes;         // per chunk, scratch of a commit
+  };
+  struct Expected {
+    schedule::Index entry;
+    std::uint64_t pass;                // serial
+    std::size_t index;
+  };
+  struct RunningStep {
+    bool active = false;
+    bool decided = false;
+    bool finished_backward = false;
+    StepOptions options;
+    int covered = 0;                   // micro-batches of ended passes
+    GradientNorm norm;
+  };
+  struct RunningPass {
+    bool active = false;
+    bool within_step = false;
+    PassOptions options;
+    std::uint64_t serial = 0;
+  };
+
+  void require_committed() const;
+  void require_initialized() const;
+  const engine::UnitLayout& unit_layout(UnitId unit) const;
+  const engine::ParameterLayout& parameter_layout(ParameterId id) const;
+  Lease& lease_of(std::uint64_t id);
+  std::uint64_t new_lease(std::uint32_t unit, bool gradient, schedule::Index entry, offload::Stream* stream);
+  void end_lease(Lease& lease);
+  static offload::Stream& stream_of(const Stream& stream);
+
+  schedule::Index open(Lock& lock, std::uint32_t unit, bool gradient);
+  std::uint64_t place_on_demand(std::uint32_t unit, bool gradient);
+  void drop_expected();
+  void sync_expected();
+  int next_micro_batches() const { return pass_.options.micro_batches; }   // of the pass after this: as this one
+  void top_up();
+  schedule::Index append(std::uint32_t unit, bool gradient, std::uint64_t offset, const engine::Trace* trace, std::size_t index,
+                         bool next_step, bool last_pass, bool leased);
+  void force_updates(Lock& lock, std::uint32_t unit);
+  bool last_pass_of_step() const;
+
+  static void on_gate(void* self, std::uint64_t lease);
+  static void on_release(void* self, std::uint64_t lease);
+  static void on_commit(void* self, std::uint64_t lease);
+  void committed(std::uint64_t lease_id);
+  void prepare_update(std::uint32_t unit, double gradient_scale);
+  double learning_rate(int group) const;
+  double weight_decay(int group) const;
+  std::string first_non_finite() const;
+  template <class Visit>
+  void visit_elements(ParameterId id, std::int64_t first_element, std::size_t count, const Visit& visit);
+
+  Config config_;
+  EngineEnvironment environment_;
+  engine::TestHooks* hooks_ = nullptr;
+  std::shared_ptr<offload::Device> device_;
+  std::shared_ptr<Communicator> communicator_;
+  std::vector<engine::UnitSpec> specs_;
+  std::vector<ExpectedAccess> expected_order_;
+  int expected_micro_batches_ = 1;
+  bool committed_ = false;
+  bool initialized_ = false;
+  engine::Plan plan_;
+  std::vector<UnitState> units_;
+  std::vector<std::uint8_t> chunk_contributed_;   // in the running step
+  engine::LossScaler loss_scaler_;
+
+  std::vector<std::unique_ptr<offload::Stream>> streams_;
+  std::unique_ptr<engine::Executor> executor_;
+  std::deque<Lease> leases_;          // addresses stay
+  std::vector<std::uint32_t> free_leases_;
+  std::uint32_t commits_pending_ = 0;
+
+  RunningStep step_;
+  RunningPass pass_;
+  std::map<std::pair<Pass, std::uint64_t>, engine::Trace> traces_;
+  engine::Trace* trace_ = nullptr;        // of the running pass, or of the last one
+  engine::Trace* next_trace_ = nullptr;   // expected for the pass after it
+  bool following_ = false;                // the running pass keeps to trace_
+  std::size_t position_ = 0;              // next opening of trace_
+  std::deque<Expected> expected_;
+  std::uint64_t ahead_pass_ = 0;          // where to append next: pass serial and opening
+  std::size_t ahead_index_ = 0;
+  std::uint64_t cancellations_seen_ = 0;
+  std::pair<Pass, std::uint64_t> last_train_{Pass::train, 0};
+  int expected_step_micro_batches_ = 1;
+  engine::TraceRecorder recorder_;
+  std::uint64_t layout_generation_ = 1;
+  std::uint64_t steps_updated_ = 0, steps_discarded_ = 0, acquires_ = 0, prefetched_ = 0, repairs_ = 0;
+};
+
+}  // namespace ballast

@@ -1,0 +1,412 @@
+// Before the first step: units, commit, initial values; and reading values back.
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#include <ballast/base/check.h>
+#include <ballast/base/size.h>
+#include <ballast/kernels/convert.h>
+
+#include "engine_implementation.h"
+
+namespace ballast {
+
+using engine::ChunkLayout;
+using engine::ChunkPlacement;
+using engine::ParameterLayout;
+using engine::Segment;
+using engine::UnitLayout;
+
+namespace {
+
+// Memory for one chunk's states that direct transfers accept.
+class ExtentBuffer {
+ public:
+  explicit ExtentBuffer(std::uint64_t bytes)
+      : data_(static_cast<std::byte*>(std::aligned_alloc(kAlignment, base::round_up(std::max<std::uint64_t>(bytes, 1), kAlignment)))) {
+    if (data_ == nullptr) throw PlanError("no memory for a buffer of " + base::format_size(bytes));
+  }
+  ~ExtentBuffer() { std::free(data_); }
+  ExtentBuffer(const ExtentBuffer&) = delete;
+  ExtentBuffer& operator=(const ExtentBuffer&) = delete;
+  std::byte* data() { return data_; }
+
+ private:
+  static constexpr std::uint64_t kAlignment = 64 * base::kKiB;
+  std::byte* data_;
+};
+
+std::uint64_t most_chunk_bytes(const engine::Layout& layout) {
+  std::uint64_t most = 0;
+  for (const ChunkLayout& chunk : layout.chunks) most = std::max(most, chunk.parameter_bytes + chunk.optimizer_bytes());
+  return most;
+}
+
+// fp32 values to a chunk's parameter and master, and back. master may be null (frozen fp16).
+void to_states(const ChunkLayout& chunk, const float* values, std::byte* extent) {
+  auto* parameter = reinterpret_cast<std::uint16_t*>(extent);
+  std::byte* master = extent + chunk.parameter_bytes;
+  switch (chunk.dtype) {
+    case DataType::bf16:
+      kernels::split_fp32(values, parameter, reinterpret_cast<std::uint16_t*>(master), chunk.elements);
+      break;
+    case DataType::fp16:
+      kernels::fp32_to_fp16(values, parameter, chunk.elements);
+      if (chunk.master_bytes > 0) std::memcpy(master, values, chunk.elements * 4);
+      break;
+    case DataType::fp32: std::memcpy(extent, values, chunk.elements * 4); break;
+  }
+}
+
+void to_values(const ChunkLayout& chunk, const std::byte* extent, float* values) {
+  const auto* parameter = reinterpret_cast<const std::uint16_t*>(extent);
+  const std::byte* master = extent + chunk.parameter_bytes;
+  switch (chunk.dtype) {
+    case DataType::bf16:
+      kernels::merge_fp32(parameter, reinterpret_cast<const std::uint16_t*>(master), values, chunk.elements);
+      break;
+    case DataType::fp16:
+      if (chunk.master_bytes > 0) {
+        std::memcpy(values, master, chunk.elements * 4);
+      } else {
+        kernels::fp16_to_fp32(parameter, values, chunk.elements);
+      }
+      break;
+    case DataType::fp32: std::memcpy(values, extent, chunk.elements * 4); break;
+  }
+}
+
+}  // namespace
+
+EngineImplementation::EngineImplementation(const Config& config, EngineEnvironment environment)
+    : config_(config), environment_(std::move(environment)), loss_scaler_(config.loss_scale) {
+  config_.validate();
+  hooks_ = static_cast<engine::TestHooks*>(environment_.test_hooks.get());
+  if (environment_.device) {
+    device_ = std::static_pointer_cast<offload::Device>(environment_.device);
+  } else {
+    offload::HostDeviceOptions options;
+    options.capacity_bytes = config_.budget.device_bytes;
+    if (hooks_ != nullptr) options.before_copy = hooks_->before_copy;
+    device_ = offload::make_host_device(options);
+  }
+  communicator_ = environment_.communicator ? std::static_pointer_cast<Communicator>(environment_.communicator)
+                                            : make_single_communicator();
+}
+
+EngineImplementation::~EngineImplementation() {
+  if (executor_) executor_->begin_closing();
+  streams_.clear();   // drains the trainer's work while all memory is still there
+  executor_.reset();
+}
+
+void EngineImplementation::require_committed() const {
+  if (!committed_) throw UsageError("Engine::commit has not been called yet");
+}
+
+void EngineImplementation::require_initialized() const {
+  require_committed();
+  if (!initialized_) throw UsageError("the parameters have no values yet; call Engine::initialize first");
+}
+
+UnitId EngineImplementation::add_unit(std::string name, std::vector<ParameterSpec> parameters) {
+  if (committed_) throw UsageError("unit " + name + " comes too late: Engine::commit has been called");
+  for (const engine::UnitSpec& unit : specs_) {
+    if (unit.name == name) throw UsageError("there is a unit named " + name + " already");
+  }
+  bool trainable = false;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    engine::element_count(parameters[i].shape, name + "/" + parameters[i].name);
+    trainable |= parameters[i].options.trainable;
+    for (std::size_t k = 0; k < i; ++k) {
+      if (parameters[k].name == parameters[i].name) {
+        throw UsageError("unit " + name + " has two parameters named " + parameters[i].name +
+                         "; a tied parameter is registered once and used twice");
+      }
+    }
+  }
+  UnitState& state = units_.emplace_back();
+  state.trainable = trainable;
+  state.step_counts.assign(parameters.size(), 0);
+  state.present.assign(parameters.size(), 0);
+  specs_.push_back({std::move(name), std::move(parameters)});
+  return {static_cast<std::uint32_t>(specs_.size() - 1)};
+}
+
+ParameterId EngineImplementation::parameter(UnitId unit, std::string_view name) const {
+  if (unit.index >= specs_.size()) throw UsageError("there is no unit " + std::to_string(unit.index));
+  const engine::UnitSpec& spec = specs_[unit.index];
+  for (std::uint32_t i = 0; i < spec.parameters.size(); ++i) {
+    if (spec.parameters[i].name == name) return {unit.index, i};
+  }
+  throw UsageError("unit " + spec.name + " has no parameter named " + std::string(name));
+}
+
+void EngineImplementation::expect_order(std::vector<ExpectedAccess> accesses, int micro_batches) {
+  if (committed_) throw UsageError("Engine::expect_order comes too late: Engine::commit has been called");
+  for (const ExpectedAccess& access : accesses) {
+    if (access.unit.index >= specs_.size()) throw UsageError("there is no unit " + std::to_string(access.unit.index));
+  }
+  if (micro_batches < 1) throw UsageError("micro_batches is " + std::to_string(micro_batches) + "; at least 1");
+  expected_order_ = std::move(accesses);
+  expected_micro_batches_ = micro_batches;
+}
+
+void EngineImplementation::commit() {
+  if (committed_) throw UsageError("Engine::commit has been called already");
+  if (specs_.empty()) throw UsageError("Engine::commit without any unit");
+  engine::PlanInputs inputs;
+  inputs.micro_batches = expected_micro_batches_;
+  if (expected_order_.empty()) {
+    std::vector<bool> trainable;
+    for (const UnitState& unit : units_) trainable.push_back(unit.trainable);
+    inputs.openings = engine::default_openings(trainable);
+  } else {
+    std::vector<std::size_t> last(specs_.size(), SIZE_MAX);
+    std::uint32_t event = 0;
+    for (const ExpectedAccess& access : expected_order_) {
+      const bool gradient = access.gradient && units_[access.unit.index].trainable;
+      const std::uint32_t begin = event;
+      const std::uint32_t inner = begin + (access.parameters ? 1u : 0u);
+      event = inner + (gradient ? 2u : 0u) + (access.parameters ? 1u : 0u);
+      if (access.parameters) inputs.openings.push_back({access.unit.index, false, false, begin, event - 1});
+      if (gradient) {
+        last[access.unit.index] = inputs.openings.size();
+        inputs.openings.push_back({access.unit.index, true, false, inner, inner + 1});
+      }
+    }
+    for (std::size_t i : last) {
+      if (i != SIZE_MAX) inputs.openings[i].last = true;
+    }
+  }
+  const auto& placement = config_.placement;
+  const bool may_use_nvme = placement.automatic || placement.parameters == Tier::nvme || placement.optimizer == Tier::nvme;
+  if (may_use_nvme) {
+    // A budget that cannot work is refused before any directory is touched.
+    engine::make_plan(specs_, config_, inputs);
+    try {
+      inputs.alignment_bytes = std::max<std::uint64_t>(4096, io::ChunkStore::probe_alignment_bytes(config_.nvme.paths));
+    } catch (const IoError&) {
+      if (!placement.automatic) throw;   // automatic placement may do without; where it cannot, opening says why
+    }
+  }
+  plan_ = engine::make_plan(specs_, config_, inputs);
+
+  schedule::Limits limits;
+  limits.fetch_slots = plan_.fetch_slots;
+  limits.update_slots = plan_.update_slots;
+  limits.gradient_slots = plan_.gradient_slots;
+  // Enough transfers under way to keep the drive's queue full twice over, whatever the size of a chunk.
+  const std::uint64_t queue_bytes = 2 * config_.nvme.block_bytes * config_.nvme.queue_depth;
+  const auto transfers = [&](std::uint64_t bytes) {
+    return static_cast<schedule::Index>(std::clamp<std::uint64_t>(bytes == 0 ? 0 : queue_bytes / bytes, 8, 128));
+  };
+  limits.reads = std::max(transfers(plan_.fetch_slot_bytes), transfers(plan_.update_slot_bytes));
+  limits.writes = transfers(plan_.update_slot_bytes);
+  std::uint64_t jobs = 0;
+  std::uint64_t most_chunks = 0;
+  for (const engine::TraceOpening& opening : inputs.openings) jobs += plan_.layout.units[opening.unit].chunk_count;
+  for (const UnitLayout& unit : plan_.layout.units) most_chunks = std::max<std::uint64_t>(most_chunks, unit.chunk_count);
+  limits.entries = static_cast<schedule::Index>(2 * inputs.openings.size() + 64);
+  limits.jobs = static_cast<schedule::Index>(3 * jobs + 6 * most_chunks + 64);
+
+  executor_ = std::make_unique<engine::Executor>(plan_, config_, *device_, limits, environment_.log, hooks_);
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    units_[u].contributes = std::make_unique<bool[]>(plan_.layout.units[u].chunk_count);
+  }
+  chunk_contributed_.assign(plan_.layout.chunks.size(), 0);
+  streams_.push_back(device_->make_stream("compute"));
+  engine::Trace& trace = traces_[{Pass::train, 0}];
+  trace.openings = inputs.openings;
+  const bool fits = engine::compile_trace(plan_, element_bytes(config_.precision.gradients), trace);
+  BALLAST_CHECK(fits);
+  next_trace_ = &trace;
+  recorder_.begin();
+  committed_ = true;
+}
+
+const UnitLayout& EngineImplementation::unit_layout(UnitId unit) const {
+  if (unit.index >= plan_.layout.units.size()) throw UsageError("there is no unit " + std::to_string(unit.index));
+  return plan_.layout.units[unit.index];
+}
+
+const ParameterLayout& EngineImplementation::parameter_layout(ParameterId id) const {
+  const UnitLayout& unit = unit_layout({id.unit});
+  if (id.index >= unit.parameters.size()) {
+    throw UsageError("unit " + unit.name + " has no parameter " + std::to_string(id.index));
+  }
+  return unit.parameters[id.index];
+}
+
+void EngineImplementation::initialize(const Engine::Fill& fill) {
+  require_committed();
+  if (initialized_) throw UsageError("Engine::initialize has been called already");
+  const engine::Layout& layout = plan_.layout;
+  ExtentBuffer extent(most_chunk_bytes(layout));
+  std::vector<float> values;
+  for (std::uint32_t c = 0; c < layout.chunks.size(); ++c) {
+    const ChunkLayout& chunk = layout.chunks[c];
+    values.assign(chunk.elements, 0.0f);
+    for (std::uint32_t s = chunk.first_segment; s < chunk.first_segment + chunk.segment_count; ++s) {
+      const Segment& segment = layout.segments[s];
+      fill({chunk.unit, segment.parameter}, static_cast<std::int64_t>(segment.parameter_first),
+           std::span<float>(values).subspan(segment.begin, segment.count));
+    }
+    std::memset(extent.data(), 0, chunk.parameter_bytes + chunk.optimizer_bytes());
+    to_states(chunk, values.data(), extent.data());
+    executor_->save_chunk(c, extent.data());
+  }
+  initialized_ = true;
+}
+
+// Calls visit(chunk, segment, first, count, done) for the parts of a parameter's range: `count` elements from `first`
+// within the segment, the done-th of the range onward.
+template <class Visit>
+void EngineImplementation::visit_elements(ParameterId id, std::int64_t first_element, std::size_t count, const Visit& visit) {
+  require_initialized();
+  const ParameterLayout& parameter = parameter_layout(id);
+  const auto begin = static_cast<std::uint64_t>(first_element);
+  if (first_element < 0 || begin > parameter.elements || count > parameter.elements - begin) {
+    throw UsageError("elements " + std::to_string(first_element) + " to " + std::to_string(begin + count) + " of parameter " +
+                     parameter.name + ", which has " + std::to_string(parameter.elements));
+  }
+  {
+    Lock lock(executor_->mutex());
+    executor_->check(lock);
+    if (executor_->scheduler().unit_update_due(id.unit)) force_updates(lock, id.unit);
+    drop_expected();
+    executor_->wait(lock, [&] { return !executor_->scheduler().unit_busy(id.unit); });
+  }
+  const engine::Layout& layout = plan_.layout;
+  const UnitLayout& unit = layout.units[id.unit];
+  for (std::uint32_t c = unit.first_chunk; c < unit.first_chunk + unit.chunk_count; ++c) {
+    const ChunkLayout& chunk = layout.chunks[c];
+    for (std::uint32_t s = chunk.first_segment; s < chunk.first_segment + chunk.segment_count; ++s) {
+      const Segment& segment = layout.segments[s];
+      if (segment.parameter != id.index) continue;
+      const std::uint64_t from = std::max(begin, segment.parameter_first);
+      const std::uint64_t to = std::min(begin + count, segment.parameter_first + segment.count);
+      if (from < to) visit(c, segment.begin + (from - segment.parameter_first), to - from, from - begin);
+    }
+  }
+  Lock lock(executor_->mutex());
+  top_up();
+  executor_->wake();
+}
+
+void EngineImplementation::read(ParameterId id, std::int64_t first_element, std::span<float> values) {
+  require_committed();
+  ExtentBuffer extent(most_chunk_bytes(plan_.layout));
+  std::vector<float> whole;
+  visit_elements(id, first_element, values.size(), [&](std::uint32_t c, std::uint64_t first, std::uint64_t count, std::uint64_t done) {
+    const ChunkLayout& chunk = plan_.layout.chunks[c];
+    executor_->load_chunk(c, extent.data());
+    whole.resize(chunk.elements);
+    to_values(chunk, extent.data(), whole.data());
+    std::copy_n(whole.begin() + static_cast<std::ptrdiff_t>(first), count, values.begin() + static_cast<std::ptrdiff_t>(done));
+  });
+}
+
+void EngineImplementation::read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg,
+                                        std::span<float> exp_avg_sq) {
+  require_committed();
+  if (exp_avg.size() != exp_avg_sq.size()) throw UsageError("read_moments wants two spans of one length");
+  if (!parameter_layout(id).trainable) throw UsageError("parameter " + parameter_layout(id).name + " is frozen and has no moments");
+  ExtentBuffer extent(most_chunk_bytes(plan_.layout));
+  visit_elements(id, first_element, exp_avg.size(), [&](std::uint32_t c, std::uint64_t first, std::uint64_t count, std::uint64_t done) {
+    const ChunkLayout& chunk = plan_.layout.chunks[c];
+    executor_->load_chunk(c, extent.data());
+    const std::byte* moments = extent.data() + chunk.parameter_bytes + chunk.master_bytes;
+    for (std::span<float> out : {exp_avg, exp_avg_sq}) {
+      if (config_.precision.moments == MomentType::fp32) {
+        std::memcpy(out.data() + done, moments + first * 4, count * 4);
+      } else {
+        kernels::bf16_to_fp32(reinterpret_cast<const std::uint16_t*>(moments) + first, out.data() + done, count);
+      }
+      moments += chunk.moment_bytes;
+    }
+  });
+}
+
+std::uint64_t EngineImplementation::step_count(ParameterId id) const {
+  require_committed();
+  parameter_layout(id);
+  const Lock lock(executor_->mutex());
+  return units_[id.unit].step_counts[id.index];
+}
+
+Stream EngineImplementation::stream() const {
+  require_committed();
+  Stream stream;
+  stream.stream_ = streams_.front().get();
+  return stream;
+}
+
+Stream EngineImplementation::make_stream(std::string_view name) {
+  require_committed();
+  streams_.push_back(device_->make_stream(name));
+  Stream stream;
+  stream.stream_ = streams_.back().get();
+  return stream;
+}
+
+Report EngineImplementation::report() {
+  require_committed();
+  const Lock lock(executor_->mutex());
+  Report r;
+  r.parameters = static_cast<std::int64_t>(plan_.layout.parameters);
+  r.world_size = communicator_->world_size();
+  r.rank = communicator_->rank();
+  r.device = std::string(device_->name());
+  r.timing = std::string(to_string(plan_.timing));
+  r.placement = plan_.placement_name;
+  r.io_backend = executor_->backend_name();
+  r.io_backend_reason = executor_->backend_reason();
+  r.threads = executor_->threads();
+  r.zero_stage = config_.zero_stage;
+  r.resident_fraction = plan_.resident_fraction;
+  r.nvme_stored_bytes = executor_->stored_bytes();
+  for (int lane = 0; lane < kLaneCount; ++lane) {
+    r.lanes[static_cast<std::size_t>(lane)] = executor_->lane_report(static_cast<Lane>(lane), lock);
+  }
+  r.steps_updated = steps_updated_;
+  r.steps_discarded = steps_discarded_;
+  r.acquires = acquires_;
+  r.acquires_prefetched = prefetched_;
+  r.trace_repairs = repairs_;
+  r.acquire_wait_ns = executor_->waited_ns();
+  r.budget_device_bytes = config_.budget.device_bytes;
+  r.budget_host_bytes = config_.budget.host_bytes;
+  r.peak_device_bytes = plan_.device_bytes;
+  r.peak_host_bytes = plan_.host_bytes;
+  const auto add = [](std::vector<MemoryRange>& ranges, const char* name, std::uint64_t bytes) {
+    if (bytes > 0) ranges.push_back({name, bytes});
+  };
+  add(r.device_memory, "parameters", plan_.device_parameter_bytes);
+  add(r.device_memory, "optimizer states", plan_.device_optimizer_bytes);
+  add(r.device_memory, "gradients", plan_.device_gradient_bytes);
+  add(r.device_memory, "window of open units", plan_.device_window_bytes);
+  add(r.host_memory, "gradients", plan_.host_gradient_bytes);
+  add(r.host_memory, "resident parameters", plan_.host_parameter_bytes);
+  add(r.host_memory, "resident optimizer states", plan_.host_optimizer_bytes);
+  add(r.host_memory, "fetch slots", plan_.fetch_slots * plan_.fetch_slot_bytes);
+  add(r.host_memory, "update slots", plan_.update_slots * plan_.update_slot_bytes);
+  add(r.host_memory, "gradient slots", plan_.gradient_slots * plan_.gradient_slot_bytes);
+  return r;
+}
+
+void EngineImplementation::write_trace(const std::string& path) {
+  require_committed();
+  std::vector<std::string> names;
+  for (const UnitLayout& unit : plan_.layout.units) names.push_back(unit.name);
+  engine::SpanLog spans;
+  {
+    const Lock lock(executor_->mutex());
+    spans = executor_->spans();
+  }
+  engine::write_trace_file(path, spans, names);
+}
+
+}  // namespace ballast

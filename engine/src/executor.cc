@@ -1,0 +1,630 @@
+// The engine thread, the lanes and their memory.
+// SPDX-License-Identifier: Apache-2.0
+#include "executor.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+#include <ballast/base/check.h>
+#include <ballast/base/error.h>
+#include <ballast/base/random.h>
+#include <ballast/base/size.h>
+#include <ballast/kernels/reduce.h>
+#include <ballast/offload/topology.h>
+
+namespace ballast::engine {
+
+using schedule::Action;
+using schedule::JobKind;
+using schedule::kNone;
+using schedule::SlotKind;
+using schedule::Task;
+
+namespace {
+
+schedule::Tier to_schedule(Tier tier) {
+  switch (tier) {
+    case Tier::device: return schedule::Tier::device;
+    case Tier::host: return schedule::Tier::host;
+    case Tier::nvme: break;
+  }
+  return schedule::Tier::nvme;
+}
+
+std::vector<schedule::Chunk> schedule_chunks(const Plan& plan, std::uint64_t gradient_bytes) {
+  std::vector<schedule::Chunk> chunks;
+  for (std::size_t c = 0; c < plan.layout.chunks.size(); ++c) {
+    const ChunkLayout& chunk = plan.layout.chunks[c];
+    schedule::Chunk s;
+    s.unit = chunk.unit;
+    s.parameters = to_schedule(plan.placement[c].parameters);
+    s.optimizer = to_schedule(plan.placement[c].optimizer);
+    s.gradients = to_schedule(plan.placement[c].gradients);
+    s.trainable = chunk.trainable;
+    s.parameter_bytes = chunk.parameter_bytes;
+    s.optimizer_bytes = chunk.optimizer_bytes();
+    s.gradient_bytes = chunk.trainable ? chunk.elements * gradient_bytes : 0;
+    chunks.push_back(s);
+  }
+  return chunks;
+}
+
+std::vector<schedule::Unit> schedule_units(const Plan& plan, std::uint64_t gradient_bytes) {
+  std::vector<schedule::Unit> units;
+  for (std::size_t u = 0; u < plan.layout.units.size(); ++u) {
+    const UnitLayout& unit = plan.layout.units[u];
+    const bool on_device = unit.chunk_count > 0 && plan.placement[unit.first_chunk].parameters == Tier::device;
+    schedule::Unit s;
+    s.first_chunk = unit.first_chunk;
+    s.chunk_count = unit.chunk_count;
+    s.parameter_bytes = on_device ? 0 : unit.device_bytes;
+    s.gradient_bytes = unit.gradient_elements * gradient_bytes;
+    s.stored_gradients = plan.stored_gradients[u];
+    units.push_back(s);
+  }
+  return units;
+}
+
+std::array<std::uint8_t, 16> new_identity() {
+  // Tells this run's files from another's; not a secret.
+  const auto now = static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
+  static std::atomic<std::uint64_t> counter{0};
+  const std::uint64_t words[2] = {base::mix(now), base::mix(now ^ base::mix(reinterpret_cast<std::uintptr_t>(&counter) + ++counter))};
+  std::array<std::uint8_t, 16> identity;
+  std::memcpy(identity.data(), words, sizeof words);
+  return identity;
+}
+
+io::Backend to_backend(const std::string& name) {
+  return name == "io_uring" ? io::Backend::io_uring : name == "threads" ? io::Backend::threads : io::Backend::automatic;
+}
+
+}  // namespace
+
+std::uint64_t Executor::now_ns() {
+  return static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count());
+}
+
+Executor::Executor(const Plan& plan, const Config& config, offload::Device& device, const schedule::Limits& limits,
+                   Log log, const TestHooks* hooks)
+    : plan_(plan),
+      device_(device),
+      log_(std::move(log)),
+      gradient_type_(config.precision.gradients == DataType::bf16 ? kernels::ElementType::bf16 : kernels::ElementType::fp32),
+      moment_type_(config.precision.moments == MomentType::bf16 ? kernels::ElementType::bf16 : kernels::ElementType::fp32),
+      gradient_bytes_(element_bytes(config.precision.gradients)),
+      scheduler_(schedule_chunks(plan, gradient_bytes_), schedule_units(plan, gradient_bytes_), limits) {
+  const offload::Topology topology = offload::discover_topology();
+  const int threads = config.threads.value_or(offload::default_thread_count(topology));
+  pool_ = hooks && hooks->inline_pool ? offload::make_inline_pool() : offload::make_tbb_pool(threads);
+
+  pool_serial_ = offload::make_inline_pool();
+
+  if (plan.device_bytes > 0) device_slab_ = device.take_slab(plan.device_bytes);
+  window_ = device_slab_ + plan.device_parameter_bytes + plan.device_optimizer_bytes + plan.device_gradient_bytes;
+
+  std::vector<std::string> notes;
+  if (plan.host_bytes > 0) {
+    offload::HostSlabOptions options;
+    options.bytes = plan.host_bytes;
+    options.numa_node = plan.uses_nvme ? offload::numa_node_of_path(config.nvme.paths.front()) : -1;
+    slab_ = std::make_unique<offload::HostSlab>(options);
+    const auto take = [&](const char* name, std::uint64_t bytes) -> std::byte* {
+      return bytes == 0 ? nullptr : slab_->take(name, bytes, 64);
+    };
+    // In the plan's order, so that the slots begin on a page.
+    host_gradients_ = take("gradients", plan.host_gradient_bytes);
+    host_parameters_ = take("resident parameters", plan.host_parameter_bytes);
+    host_optimizer_ = take("resident optimizer states", plan.host_optimizer_bytes);
+    const auto take_slots = [&](const char* name, std::uint64_t bytes) -> std::byte* {
+      return bytes == 0 ? nullptr : slab_->take(name, bytes, 4096);
+    };
+    update_slots_ = take_slots("update slots", plan.update_slots * plan.update_slot_bytes);
+    fetch_slots_ = take_slots("fetch slots", plan.fetch_slots * plan.fetch_slot_bytes);
+    gradient_slots_ = take_slots("gradient slots", plan.gradient_slots * plan.gradient_slot_bytes);
+    for (const std::string& note : slab_->notes()) {
+      if (log_) log_(LogLevel::info, note);
+    }
+  }
+  if (plan.uses_nvme) {
+    io::ChunkStoreOptions options;
+    options.paths = config.nvme.paths;
+    options.backend = to_backend(config.nvme.backend);
+    options.storage.block_bytes = config.nvme.block_bytes;
+    options.storage.queue_depth = config.nvme.queue_depth;
+    options.storage.wake = &wake_;
+    options.run_identity = new_identity();
+    for (const ChunkPlacement& place : plan.placement) options.chunk_bytes.push_back(place.extent_bytes);
+    options.note = [this](std::string note) {
+      if (log_) log_(LogLevel::info, note);
+    };
+    if (hooks) options.storage_factory = hooks->storage_factory;
+    store_ = std::make_unique<io::ChunkStore>(std::move(options));
+    std::string reason;
+    if (slab_ && !store_->register_memory(slab_->memory(), &reason) && log_) {
+      log_(LogLevel::warning, "host memory is not registered with the drive's queue (" + reason + "); transfers work, slower");
+    }
+  }
+
+  parameter_checksums_.resize(plan.layout.chunks.size());
+  optimizer_checksums_.resize(plan.layout.chunks.size());
+  block_sums_.resize(plan.layout.blocks);
+  std::size_t most_segments = 0;
+  for (const ChunkLayout& chunk : plan.layout.chunks) most_segments = std::max<std::size_t>(most_segments, chunk.segment_count);
+  segments_.reserve(most_segments);
+  for (const UnitLayout& unit : plan.layout.units) {
+    updates_.push_back({std::vector<kernels::AdamScalars>(unit.parameters.size()),
+                        std::vector<std::uint8_t>(unit.parameters.size(), 0)});
+  }
+
+  const std::size_t most = limits.reads + limits.writes + limits.copies_in + limits.copies_out + limits.cpu_tasks + 2;
+  batch_.resize(most);
+  for (std::size_t i = 0; i < most; ++i) {
+    works_.push_back(std::make_unique<Work>());
+    free_works_.push_back(works_.back().get());
+  }
+  submitting_.reserve(most);
+  finished_.resize(most);
+  completions_.reserve(most);
+  completions_taken_.reserve(most);
+  cpu_queue_.reserve(most);
+  copy_in_ = device.make_stream("copy in");
+  copy_out_ = device.make_stream("copy out");
+  cpu_thread_ = std::thread([this] { run_cpu_worker(); });
+  engine_thread_ = std::thread([this] { run(); });
+}
+
+Executor::~Executor() {
+  begin_closing();
+  {
+    const Lock lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify();
+  engine_thread_.join();
+  {
+    const std::lock_guard<std::mutex> lock(cpu_mutex_);
+    cpu_stopping_ = true;
+  }
+  cpu_changed_.notify_all();
+  cpu_thread_.join();
+  copy_in_.reset();    // drains
+  copy_out_.reset();
+  store_.reset();      // cancels, drains
+}
+
+void Executor::begin_closing() {
+  {
+    const Lock lock(mutex_);
+    closing_ = true;
+  }
+  changed_.notify_all();
+}
+
+void Executor::fail_locked(std::exception_ptr failure) {
+  if (!failure_) failure_ = std::move(failure);
+  changed_.notify_all();
+}
+
+void Executor::fail(std::exception_ptr failure) {
+  const Lock lock(mutex_);
+  fail_locked(std::move(failure));
+}
+
+// --- the engine thread -----------------------------------------------------------------------------------------------
+
+void Executor::run() {
+  for (;;) {
+    {
+      const Lock lock(mutex_);
+      try {
+        collect();
+        // What has started may have ended at once, and made room for more.
+        while (start_ready() && collect()) {
+        }
+      } catch (...) {
+        fail_locked(std::current_exception());
+      }
+      changed_.notify_all();
+      if (stopping_) return;
+    }
+    wake_.wait(-1);
+  }
+}
+
+bool Executor::collect() {
+  {
+    const std::lock_guard<std::mutex> lock(completions_mutex_);
+    completions_taken_.swap(completions_);
+  }
+  bool any = !completions_taken_.empty();
+  for (Work* work : completions_taken_) finish(*work);
+  completions_taken_.clear();
+  if (store_) {
+    while (const std::size_t count = store_->poll(finished_, false)) {
+      any = true;
+      for (std::size_t i = 0; i < count; ++i) {
+        Work& work = *reinterpret_cast<Work*>(finished_[i]->tag);
+        if (finished_[i]->error_number != 0) fail_locked(transfer_failure(*finished_[i]));
+        if (work.synchronous) {
+          work.done = true;
+        } else {
+          finish(work);
+        }
+      }
+    }
+  }
+  return any;
+}
+
+bool Executor::start_ready() {
+  if (failure_ || closing_) return false;
+  const std::size_t count = scheduler_.next(batch_);
+  for (std::size_t i = 0; i < count; ++i) start(batch_[i]);
+  if (!submitting_.empty()) {
+    store_->submit(submitting_);
+    submitting_.clear();
+  }
+  return count > 0;
+}
+
+Lane Executor::lane_of(Task task) {
+  switch (task) {
+    case Task::read: return Lane::nvme_read;
+    case Task::write: return Lane::nvme_write;
+    case Task::copy_in: return Lane::host_to_device;
+    case Task::copy_out: return Lane::device_to_host;
+    case Task::update:
+    case Task::accumulate: break;
+  }
+  return Lane::cpu;
+}
+
+std::uint64_t Executor::bytes_of(const Action& action) const {
+  const ChunkLayout& chunk = plan_.layout.chunks[action.chunk];
+  const std::uint64_t gradient = chunk.elements * gradient_bytes_;
+  switch (action.task) {
+    case Task::read:
+      return action.job_kind == JobKind::fetch ? chunk.parameter_bytes : plan_.placement[action.chunk].extent_bytes;
+    case Task::write: return plan_.placement[action.chunk].extent_bytes;
+    case Task::copy_in: return chunk.parameter_bytes;
+    case Task::copy_out: return gradient;
+    case Task::update: return 2 * (chunk.parameter_bytes + chunk.optimizer_bytes()) + gradient;
+    case Task::accumulate: break;
+  }
+  return action.first ? gradient : 3 * gradient;
+}
+
+void Executor::begin_span(Lane lane, std::uint64_t bytes) {
+  LaneState& state = lanes_[static_cast<std::size_t>(lane)];
+  if (state.running++ == 0) state.since_ns = now_ns();
+  state.report.bytes += bytes;
+  ++state.report.tasks;
+}
+
+void Executor::end_span(Lane lane) {
+  LaneState& state = lanes_[static_cast<std::size_t>(lane)];
+  if (--state.running == 0) state.report.busy_ns += now_ns() - state.since_ns;
+}
+
+Executor::Work& Executor::take_work() {
+  BALLAST_CHECK(!free_works_.empty());
+  Work& work = *free_works_.back();
+  free_works_.pop_back();
+  return work;
+}
+
+void Executor::start(const Action& action) {
+  Work& work = take_work();
+  work.action = action;
+  work.synchronous = false;
+  work.begin_ns = now_ns();
+  begin_span(lane_of(action.task), bytes_of(action));
+  switch (action.task) {
+    case Task::read:
+    case Task::write: start_transfer(work); break;
+    case Task::copy_in:
+    case Task::copy_out: start_copy(work); break;
+    case Task::update:
+    case Task::accumulate: {
+      {
+        const std::lock_guard<std::mutex> lock(cpu_mutex_);
+        cpu_queue_.push_back(&work);
+      }
+      cpu_changed_.notify_one();
+      break;
+    }
+  }
+}
+
+void Executor::finish(Work& work) {
+  const Action& action = work.action;
+  static constexpr const char* kNames[schedule::kTaskCount] = {"read", "write", "copy in", "copy out", "update", "accumulate"};
+  const Lane lane = lane_of(action.task);
+  end_span(lane);
+  spans_.add({lane, kNames[static_cast<int>(action.task)], action.unit, action.chunk, work.begin_ns, now_ns(), bytes_of(action)});
+  // After a failure nothing may take a half-done task for a finished one.
+  if (!failure_) scheduler_.finished(action);
+  free_works_.push_back(&work);
+}
+
+void Executor::post(Work& work) {
+  {
+    const std::lock_guard<std::mutex> lock(completions_mutex_);
+    completions_.push_back(&work);
+  }
+  wake_.notify();
+}
+
+// --- addresses -------------------------------------------------------------------------------------------------------
+
+std::byte* Executor::parameter_base(std::uint32_t chunk) const {
+  const ChunkPlacement& place = plan_.placement[chunk];
+  switch (place.parameters) {
+    case Tier::host: return host_parameters_ + place.parameter_offset;
+    case Tier::device: return device_slab_ + place.parameter_offset;
+    case Tier::nvme: break;
+  }
+  return nullptr;
+}
+
+std::byte* Executor::optimizer_base(std::uint32_t chunk) const {
+  const ChunkPlacement& place = plan_.placement[chunk];
+  switch (place.optimizer) {
+    case Tier::host: return host_optimizer_ + place.optimizer_offset;
+    case Tier::device: return device_slab_ + plan_.device_parameter_bytes + place.optimizer_offset;
+    case Tier::nvme: break;
+  }
+  return nullptr;
+}
+
+std::byte* Executor::gradient_store(std::uint32_t chunk) const {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const ChunkPlacement& place = plan_.placement[chunk];
+  if (!layout.trainable || !plan_.stored_gradients[layout.unit]) return nullptr;
+  return place.gradients == Tier::device
+             ? device_slab_ + plan_.device_parameter_bytes + plan_.device_optimizer_bytes + place.gradient_offset
+             : host_gradients_ + place.gradient_offset;
+}
+
+std::byte* Executor::slot_address(SlotKind kind, std::uint32_t slot) const {
+  switch (kind) {
+    case SlotKind::fetch: return fetch_slots_ + slot * plan_.fetch_slot_bytes;
+    case SlotKind::update: return update_slots_ + slot * plan_.update_slot_bytes;
+    case SlotKind::gradient: return gradient_slots_ + slot * plan_.gradient_slot_bytes;
+    case SlotKind::none: break;
+  }
+  return nullptr;
+}
+
+std::byte* Executor::parameter_address(const Action& action) const {
+  std::byte* base = parameter_base(action.chunk);
+  return base != nullptr ? base : slot_address(action.slot_kind, action.slot);
+}
+
+offload::ChunkArrays Executor::arrays(const Action& action) const {
+  const ChunkLayout& chunk = plan_.layout.chunks[action.chunk];
+  offload::ChunkArrays a;
+  a.parameter_format = chunk.dtype == DataType::bf16   ? kernels::ParameterFormat::split_bf16
+                       : chunk.dtype == DataType::fp16 ? kernels::ParameterFormat::fp16
+                                                       : kernels::ParameterFormat::fp32;
+  a.moment_type = moment_type_;
+  a.gradient_type = gradient_type_;
+  a.parameter = parameter_address(action);
+  std::byte* optimizer = optimizer_base(action.chunk);
+  if (optimizer == nullptr) {
+    optimizer = slot_address(action.slot_kind, action.slot) +
+                (plan_.placement[action.chunk].parameters == Tier::nvme ? chunk.parameter_bytes : 0);
+  }
+  a.master = chunk.master_bytes > 0 ? optimizer : nullptr;
+  a.exp_avg = optimizer + chunk.master_bytes;
+  a.exp_avg_sq = optimizer + chunk.master_bytes + chunk.moment_bytes;
+  a.gradient = action.gradient_slot != kNone ? slot_address(SlotKind::gradient, action.gradient_slot) : gradient_store(action.chunk);
+  return a;
+}
+
+// --- lanes -----------------------------------------------------------------------------------------------------------
+
+void Executor::start_transfer(Work& work) {
+  const Action& action = work.action;
+  io::Transfer& transfer = work.transfer;
+  const bool read = action.task == Task::read;
+  transfer.direction = read ? io::Direction::read : io::Direction::write;
+  transfer.priority = action.urgent || (read && action.job_kind == JobKind::fetch) ? io::Priority::high : io::Priority::low;
+  transfer.chunk = action.chunk;
+  transfer.begin_bytes = 0;
+  transfer.data = slot_address(action.slot_kind, action.slot);
+  transfer.bytes = bytes_of(action);
+  transfer.tag = reinterpret_cast<std::uintptr_t>(&work);
+  submitting_.push_back(&transfer);
+}
+
+void Executor::start_copy(Work& work) {
+  const Action& action = work.action;
+  const ChunkLayout& chunk = plan_.layout.chunks[action.chunk];
+  if (action.task == Task::copy_in) {
+    if (plan_.placement[action.chunk].parameters == Tier::nvme && action.job_kind == JobKind::fetch) {
+      copy_in_->call({[](void* context, std::uint64_t argument) {
+                        static_cast<Executor*>(context)->verify_fetched(*reinterpret_cast<Work*>(argument));
+                      },
+                      this, reinterpret_cast<std::uintptr_t>(&work)});
+    }
+    copy_in_->copy(window_ + action.device_offset + chunk.device_offset, parameter_address(action), chunk.parameter_bytes);
+  } else {
+    std::byte* destination = action.slot != kNone ? slot_address(SlotKind::gradient, action.slot) : gradient_store(action.chunk);
+    copy_out_->copy(destination, window_ + action.device_offset + chunk.begin * gradient_bytes_, chunk.elements * gradient_bytes_);
+  }
+  offload::Stream& stream = action.task == Task::copy_in ? *copy_in_ : *copy_out_;
+  stream.call({[](void* context, std::uint64_t argument) {
+                 static_cast<Executor*>(context)->post(*reinterpret_cast<Work*>(argument));
+               },
+               this, reinterpret_cast<std::uintptr_t>(&work)});
+}
+
+std::string Executor::chunk_name(std::uint32_t chunk) const {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const UnitLayout& unit = plan_.layout.units[layout.unit];
+  return "chunk " + std::to_string(chunk - unit.first_chunk) + " of unit " + unit.name;
+}
+
+std::exception_ptr Executor::transfer_failure(const io::Transfer& transfer) const {
+  return std::make_exception_ptr(IoError(
+      std::string(transfer.direction == io::Direction::read ? "reading " : "writing ") + chunk_name(transfer.chunk) + " (" +
+      std::to_string(transfer.bytes) + " bytes, " + store_->describe(transfer) + ") failed: " + std::strerror(transfer.error_number) +
+      "; check the drive and its file system; the run cannot go on from here"));
+}
+
+// On the copy stream, between the arrival of a chunk's parameters and their copy to the device.
+void Executor::verify_fetched(const Work& work) {
+  const ChunkLayout& chunk = plan_.layout.chunks[work.action.chunk];
+  const std::uint64_t found =
+      offload::checksum(*pool_serial_, slot_address(work.action.slot_kind, work.action.slot), chunk.parameter_bytes);
+  if (found == parameter_checksums_[work.action.chunk]) return;
+  fail(std::make_exception_ptr(CorruptionError("the parameters of " + chunk_name(work.action.chunk) + " read from " +
+                                               store_->describe(work.transfer) +
+                                               " are not what was written there; check the drive; the run cannot go on from here")));
+}
+
+void Executor::run_cpu_worker() {
+  for (;;) {
+    Work* work = nullptr;
+    {
+      std::unique_lock<std::mutex> lock(cpu_mutex_);
+      cpu_changed_.wait(lock, [&] { return cpu_stopping_ || !cpu_queue_.empty(); });
+      if (cpu_queue_.empty()) return;
+      work = cpu_queue_.front();
+      cpu_queue_.erase(cpu_queue_.begin());
+    }
+    try {
+      if (work->action.task == Task::update) {
+        do_update(*work);
+      } else {
+        do_accumulate(*work);
+      }
+    } catch (...) {
+      fail(std::current_exception());
+    }
+    post(*work);
+  }
+}
+
+void Executor::do_update(const Work& work) {
+  const Action& action = work.action;
+  const ChunkLayout& chunk = plan_.layout.chunks[action.chunk];
+  const ChunkPlacement& place = plan_.placement[action.chunk];
+  const offload::ChunkArrays a = arrays(action);
+  const bool parameters_read = place.parameters == Tier::nvme;
+  const bool optimizer_read = place.optimizer == Tier::nvme;
+  std::byte* const optimizer = a.exp_avg - chunk.master_bytes;
+  if ((parameters_read && offload::checksum(*pool_, a.parameter, chunk.parameter_bytes) != parameter_checksums_[action.chunk]) ||
+      (optimizer_read && offload::checksum(*pool_, optimizer, chunk.optimizer_bytes()) != optimizer_checksums_[action.chunk])) {
+    io::Transfer where;
+    where.chunk = action.chunk;
+    throw CorruptionError("the states of " + chunk_name(action.chunk) + " read from " + store_->describe(where) +
+                          " are not what was written there; check the drive; the run cannot go on from here");
+  }
+  const UnitUpdate& update = updates_[action.unit];
+  segments_.clear();
+  for (std::uint32_t s = chunk.first_segment; s < chunk.first_segment + chunk.segment_count; ++s) {
+    const Segment& segment = plan_.layout.segments[s];
+    if (!update.present[segment.parameter]) continue;
+    segments_.push_back({segment.begin, segment.count, update.scalars[segment.parameter]});
+  }
+  offload::update_chunk(*pool_, a, segments_);
+  if (parameters_read) parameter_checksums_[action.chunk] = offload::checksum(*pool_, a.parameter, chunk.parameter_bytes);
+  if (optimizer_read) optimizer_checksums_[action.chunk] = offload::checksum(*pool_, optimizer, chunk.optimizer_bytes());
+}
+
+void Executor::do_accumulate(const Work& work) {
+  const Action& action = work.action;
+  const ChunkLayout& chunk = plan_.layout.chunks[action.chunk];
+  std::byte* const store = gradient_store(action.chunk);
+  const std::byte* total = store;
+  if (plan_.placement[action.chunk].gradients == Tier::device) {
+    const std::byte* scratch = window_ + action.device_offset + chunk.begin * gradient_bytes_;
+    offload::accumulate_chunk(*pool_, gradient_type_, store, scratch, chunk.elements, action.first);
+  } else if (store == nullptr) {
+    total = slot_address(SlotKind::gradient, action.slot);
+  } else if (!action.first) {
+    offload::accumulate_chunk(*pool_, gradient_type_, store, slot_address(SlotKind::gradient, action.slot), chunk.elements, false);
+  }
+  if (!action.last) return;
+  double* sums = block_sums_.data() + chunk.first_block;
+  offload::sum_squares_chunk(*pool_, gradient_type_, total, chunk.elements, sums);
+  if (plan_.timing != Timing::eager) return;
+  const std::uint64_t blocks = chunk.elements / kernels::kSumBlock;
+  if (std::all_of(sums, sums + blocks, [](double sum) { return std::isfinite(sum); })) return;
+  throw UsageError("a gradient in " + chunk_name(action.chunk) +
+                   " is not finite; with optimizer.timing eager other units have been updated already, so this step is half "
+                   "applied and only a committed state can go on; to skip such steps use just_in_time or after_backward");
+}
+
+std::span<const double> Executor::block_sums(std::uint32_t chunk) const {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  return {block_sums_.data() + layout.first_block, layout.elements / kernels::kSumBlock};
+}
+
+// --- whole chunks ----------------------------------------------------------------------------------------------------
+
+void Executor::transfer_now(io::Direction direction, std::uint32_t chunk, std::byte* data, std::uint64_t bytes) {
+  Lock lock(mutex_);
+  check(lock);
+  Work& work = take_work();
+  work.synchronous = true;
+  work.done = false;
+  work.transfer.direction = direction;
+  work.transfer.priority = io::Priority::high;
+  work.transfer.chunk = chunk;
+  work.transfer.begin_bytes = 0;
+  work.transfer.data = data;
+  work.transfer.bytes = bytes;
+  work.transfer.tag = reinterpret_cast<std::uintptr_t>(&work);
+  io::Transfer* transfer = &work.transfer;
+  store_->submit({&transfer, 1});
+  wake_.notify();
+  // Until it has ended the caller's memory is in use, failure or not.
+  changed_.wait(lock, [&] { return work.done; });
+  free_works_.push_back(&work);
+  check(lock);
+}
+
+void Executor::load_chunk(std::uint32_t chunk, std::byte* extent) {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const ChunkPlacement& place = plan_.placement[chunk];
+  std::byte* optimizer = extent + layout.parameter_bytes;
+  if (place.extent_bytes > 0) {
+    transfer_now(io::Direction::read, chunk, place.parameters == Tier::nvme ? extent : optimizer, place.extent_bytes);
+  }
+  if (const std::byte* base = parameter_base(chunk)) std::memcpy(extent, base, layout.parameter_bytes);
+  if (const std::byte* base = optimizer_base(chunk)) std::memcpy(optimizer, base, layout.optimizer_bytes());
+  const bool parameters_good = place.parameters != Tier::nvme ||
+                               offload::checksum(*pool_serial_, extent, layout.parameter_bytes) == parameter_checksums_[chunk];
+  const bool optimizer_good = place.optimizer != Tier::nvme ||
+                              offload::checksum(*pool_serial_, optimizer, layout.optimizer_bytes()) == optimizer_checksums_[chunk];
+  if (parameters_good && optimizer_good) return;
+  throw CorruptionError("the states of " + chunk_name(chunk) + " are not what was written; check the drive");
+}
+
+void Executor::save_chunk(std::uint32_t chunk, const std::byte* extent) {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const ChunkPlacement& place = plan_.placement[chunk];
+  const std::byte* optimizer = extent + layout.parameter_bytes;
+  if (std::byte* base = parameter_base(chunk)) std::memcpy(base, extent, layout.parameter_bytes);
+  if (std::byte* base = optimizer_base(chunk)) std::memcpy(base, optimizer, layout.optimizer_bytes());
+  parameter_checksums_[chunk] = offload::checksum(*pool_serial_, extent, layout.parameter_bytes);
+  optimizer_checksums_[chunk] = offload::checksum(*pool_serial_, optimizer, layout.optimizer_bytes());
+  if (place.extent_bytes == 0) return;
+  transfer_now(io::Direction::write, chunk, const_cast<std::byte*>(place.parameters == Tier::nvme ? extent : optimizer),
+               place.extent_bytes);
+}
+
+std::string Executor::backend_name() const { return store_ ? std::string(store_->backend_name()) : "none"; }
+
+std::string Executor::backend_reason() const { return store_ ? store_->backend_reason() : "no states on NVMe"; }
+
+io::StorageCounters Executor::storage_counters() const { return store_ ? store_->counters() : io::StorageCounters{}; }
+
+}  // namespace ballast::engine

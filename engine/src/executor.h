@@ -1,0 +1,200 @@
+// Executor: drives the scheduler on real hardware. One engine thread asks what may start, starts it on its lane (store,
+// copy streams, CPU worker), collects what has ended and tells the scheduler. It owns the memory and the store.
+//
+// Locking: one mutex guards the scheduler and everything here that is not immutable; the engine's API calls take it
+// too. Lanes report completions through a bounded queue of their own and the wake event, never under the mutex.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <ballast/base/wake_event.h>
+#include <ballast/engine/report.h>
+#include <ballast/io/chunk_store.h>
+#include <ballast/offload/chunk_work.h>
+#include <ballast/offload/cpu_pool.h>
+#include <ballast/offload/device.h>
+#include <ballast/offload/slab.h>
+#include <ballast/schedule/scheduler.h>
+
+#include "plan.h"
+#include "span_log.h"
+
+namespace ballast::engine {
+
+// What the tests put in place of parts of the world.
+struct TestHooks {
+  std::function<io::OpenedStorage(io::Backend, const io::StorageOptions&, const std::string&)> storage_factory;
+  std::function<void(std::string_view stream, std::size_t bytes)> before_copy;
+  bool inline_pool = false;
+};
+
+// The scalars of a unit's next update, by parameter. Written under the mutex while no update of the unit is under way.
+struct UnitUpdate {
+  std::vector<kernels::AdamScalars> scalars;
+  std::vector<std::uint8_t> present;       // 0: the parameter had no gradient
+};
+
+class Executor {
+ public:
+  using Lock = std::unique_lock<std::mutex>;
+  using Log = std::function<void(LogLevel, std::string_view)>;
+
+  // Takes all memory, opens the store, starts the threads. The plan and the device outlive it.
+  Executor(const Plan& plan, const Config& config, offload::Device& device, const schedule::Limits& limits, Log log,
+           const TestHooks* hooks);
+  ~Executor();
+
+  std::mutex& mutex() { return mutex_; }
+  schedule::Scheduler& scheduler() { return scheduler_; }   // under the mutex
+  std::vector<UnitUpdate>& updates() { return updates_; }   // under the mutex
+  void wake() { wake_.notify(); }
+
+  // Blocks until the predicate holds. Throws the latched failure instead, if there is one.
+  template <class Predicate>
+  void wait(Lock& lock, const Predicate& predicate) {
+    wake_.notify();
+    const std::uint64_t begin_ns = now_ns();
+    changed_.wait(lock, [&] { return failure_ || predicate(); });
+    waited_ns_ += now_ns() - begin_ns;
+    check(lock);
+  }
+  // For streams: blocks until the predicate holds, the engine has failed or is closing. Never throws.
+  template <class Predicate>
+  bool wait_on_stream(Lock& lock, const Predicate& predicate) {
+    changed_.wait(lock, [&] { return failure_ || closing_ || predicate(); });
+    return !failure_ && !closing_;
+  }
+  void check(const Lock&) const {
+    if (failure_) std::rethrow_exception(failure_);
+  }
+  // Latches the first failure. Any thread, the mutex not held.
+  void fail(std::exception_ptr failure);
+  void fail_locked(std::exception_ptr failure);
+  void begin_closing();                    // stream waits end, nothing new starts
+  bool failed(const Lock&) const { return failure_ != nullptr || closing_; }
+  int threads() const { return pool_->threads(); }
+
+  // Device memory of an opening.
+  std::byte* window() const { return window_; }
+  std::byte* parameter_base(std::uint32_t chunk) const;    // host or device tier; null on NVMe
+  std::byte* optimizer_base(std::uint32_t chunk) const;
+  std::byte* gradient_store(std::uint32_t chunk) const;    // null where gradients are not stored
+
+  // A chunk's states as one contiguous extent [parameter, master, exp_avg, exp_avg_sq], wherever they are. Blocks. Only
+  // while no job of the chunk is alive; takes the mutex.
+  void load_chunk(std::uint32_t chunk, std::byte* extent);
+  void save_chunk(std::uint32_t chunk, const std::byte* extent);
+
+  // Sums of squares of the chunk's last gradient, one per block; valid after its last contribution.
+  std::span<const double> block_sums(std::uint32_t chunk) const;
+
+
+  LaneReport lane_report(Lane lane, const Lock&) const { return lanes_[static_cast<std::size_t>(lane)].report; }
+  std::uint64_t waited_ns() const { return waited_ns_; }
+  const offload::HostSlab* slab() const { return slab_.get(); }
+  std::string backend_name() const;
+  std::string backend_reason() const;
+  std::uint64_t stored_bytes() const { return store_ ? store_->reserved_bytes() : 0; }
+  io::StorageCounters storage_counters() const;   // under the mutex
+  const SpanLog& spans() const { return spans_; }
+  static std::uint64_t now_ns();
+
+ private:
+  struct LaneState {
+    LaneReport report;
+    std::uint32_t running = 0;
+    std::uint64_t since_ns = 0;
+  };
+  // What a lane is doing for an action; lives until its completion has been handled.
+  struct Work {
+    schedule::Action action;
+    std::uint64_t begin_ns = 0;
+    io::Transfer transfer;
+    bool synchronous = false;
+    bool done = false;
+  };
+
+  void run();
+  bool collect();
+  bool start_ready();
+  void start(const schedule::Action& action);
+  void start_transfer(Work& work);
+  void start_copy(Work& work);
+  void finish(Work& work);
+  void post(Work& work);
+  void run_cpu_worker();
+  void do_update(const Work& work);
+  void do_accumulate(const Work& work);
+  void verify_fetched(const Work& work);
+  void transfer_now(io::Direction direction, std::uint32_t chunk, std::byte* data, std::uint64_t bytes);
+  std::exception_ptr transfer_failure(const io::Transfer& transfer) const;
+  std::byte* slot_address(schedule::SlotKind kind, std::uint32_t slot) const;
+  std::byte* parameter_address(const schedule::Action& action) const;
+  offload::ChunkArrays arrays(const schedule::Action& action) const;
+  Work& take_work();
+  void begin_span(Lane lane, std::uint64_t bytes);
+  void end_span(Lane lane);
+  static Lane lane_of(schedule::Task task);
+  std::uint64_t bytes_of(const schedule::Action& action) const;
+  std::string chunk_name(std::uint32_t chunk) const;
+
+  const Plan& plan_;
+  offload::Device& device_;
+  Log log_;
+  kernels::ElementType gradient_type_;
+  kernels::ElementType moment_type_;
+  std::uint64_t gradient_bytes_;
+
+  base::WakeEvent wake_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  schedule::Scheduler scheduler_;
+  std::vector<UnitUpdate> updates_;
+  std::exception_ptr failure_;
+  bool closing_ = false;
+  bool stopping_ = false;
+  std::uint64_t waited_ns_ = 0;
+
+  std::unique_ptr<offload::HostSlab> slab_;
+  std::unique_ptr<offload::CpuPool> pool_;          // the CPU worker's
+  std::unique_ptr<offload::CpuPool> pool_serial_;   // for callers on other threads
+  std::unique_ptr<io::ChunkStore> store_;
+  std::byte* device_slab_ = nullptr;
+  std::byte* window_ = nullptr;
+  std::byte *host_gradients_ = nullptr, *host_parameters_ = nullptr, *host_optimizer_ = nullptr;
+  std::byte *fetch_slots_ = nullptr, *update_slots_ = nullptr, *gradient_slots_ = nullptr;
+
+  std::vector<std::uint64_t> parameter_checksums_, optimizer_checksums_;   // of what is on NVMe
+  std::vector<double> block_sums_;
+  std::vector<offload::UpdateSegment> segments_;    // the CPU worker's scratch
+  std::vector<schedule::Action> batch_;
+  std::vector<io::Transfer*> submitting_, finished_;
+  std::vector<std::unique_ptr<Work>> works_;
+  std::vector<Work*> free_works_;
+  std::array<LaneState, kLaneCount> lanes_;
+  SpanLog spans_;
+
+  std::mutex completions_mutex_;
+  std::vector<Work*> completions_, completions_taken_;
+
+  std::mutex cpu_mutex_;
+  std::condition_variable cpu_changed_;
+  std::vector<Work*> cpu_queue_;
+  bool cpu_stopping_ = false;
+
+  std::unique_ptr<offload::Stream> copy_in_, copy_out_;
+  std::thread engine_thread_, cpu_thread_;
+};
+
+}  // namespace ballast::engine

@@ -1,0 +1,43 @@
+// SpanLog: what ran when, for a timeline. A ring of fixed size; the oldest spans fall out. Not thread-safe: its owner
+// guards it.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ballast/engine/report.h>
+
+namespace ballast::engine {
+
+struct Span {
+  Lane lane = Lane::compute;
+  const char* what = "";              // a literal
+  std::uint32_t unit = 0, chunk = 0;
+  std::uint64_t begin_ns = 0, end_ns = 0, bytes = 0;
+};
+
+class SpanLog {
+ public:
+  explicit SpanLog(std::size_t capacity = 1u << 15) : spans_(capacity) {}
+  void add(const Span& span) {
+    spans_[next_ % spans_.size()] = span;
+    ++next_;
+  }
+  // Oldest first.
+  template <class Visit>
+  void visit(const Visit& visit) const {
+    const std::uint64_t first = next_ > spans_.size() ? next_ - spans_.size() : 0;
+    for (std::uint64_t i = first; i < next_; ++i) visit(spans_[i % spans_.size()]);
+  }
+
+ private:
+  std::vector<Span> spans_;
+  std::uint64_t next_ = 0;
+};
+
+// Writes the trace-event JSON that Perfetto and chrome://tracing open. Throws IoError.
+void write_trace_file(const std::string& path, const SpanLog& spans, const std::vector<std::string>& unit_names);
+
+}  // namespace ballast::engine
