@@ -349,13 +349,13 @@ void Scheduler::append_fetch(Index chunk, Index entry) {
 void Scheduler::append_update(Index chunk, Index entry, bool copy_first, bool gate_on_gradient, std::uint64_t key) {
   ChunkState& state = chunk_states_[chunk];
   BALLAST_CHECK(!update_waits(chunk));
-  const bool due_taken = state.update_job != kNone;  // an earlier job is about to do what is due; this one is the next
+  const bool taken = state.update_job != kNone;  // what is due or has come belongs to an earlier job; this one is the next
   const Index j = append_job(JobKind::update, chunk, entry, key + chunk);
   Job& job = jobs_[j];
   state.update_job = j;
   job.copy_first = copy_first;
   job.gate_on_gradient = gate_on_gradient;
-  job.gate_open = gate_on_gradient ? state.gradient_here : state.due && !due_taken;
+  job.gate_open = !taken && (gate_on_gradient ? state.gradient_here : state.due);
   job.cpu = Phase::waiting;
   if (entry != kNone && chunks_[chunk].parameters != Tier::device) job.copy = Phase::waiting;
   if (chunks_[chunk].parameters == Tier::nvme || chunks_[chunk].optimizer == Tier::nvme) {
