@@ -46,10 +46,12 @@ std::string nearest_key(std::string_view key) {
                            [&](const char* a, const char* b) { return edit_distance(key, a) < edit_distance(key, b); });
 }
 
-std::string shown(std::string_view text) {
-  std::string result;
+// In quotes, cut to a readable length, without control characters.
+std::string in_quotes(std::string_view text) {
+  std::string result(1, '"');
   for (const char c : text.substr(0, 64)) result += static_cast<unsigned char>(c) < 0x20 ? '?' : c;
-  return text.size() > 64 ? result + "..." : result;
+  result += text.size() > 64 ? "...\"" : "\"";
+  return result;
 }
 
 // Counts what the parser has taken, so that an event knows its line and column.
@@ -101,8 +103,7 @@ class ShapeReader : public nlohmann::json_sax<nlohmann::json> {
     if (!closed_) fail(name_, "no JSON object");
     for (const char* key : kKeys) {
       if (std::string_view(key) == "tie_embeddings") continue;
-      if (std::find(seen_.begin(), seen_.end(), key) == seen_.end())
-        fail(name_, "\"" + std::string(key) + "\" is missing");
+      if (std::find(seen_.begin(), seen_.end(), key) == seen_.end()) fail(name_, in_quotes(key) + " is missing");
     }
     shape_.validate(name_);
     return shape_;
@@ -124,8 +125,8 @@ class ShapeReader : public nlohmann::json_sax<nlohmann::json> {
     return number(static_cast<std::int64_t>(value), text);
   }
   bool string(string_t& value) override {
-    if (!open_ || key_ != "type") return wrong("\"" + shown(value) + "\"");
-    if (value != "gpt") fail(name_, "\"type\" is \"" + shown(value) + "\"; known: \"gpt\"");
+    if (!open_ || key_ != "type") return wrong(in_quotes(value));
+    if (value != "gpt") fail(name_, "\"type\" is " + in_quotes(value) + "; known: \"gpt\"");
     return true;
   }
   bool binary(binary_t&) override { return wrong("binary data"); }
@@ -137,11 +138,11 @@ class ShapeReader : public nlohmann::json_sax<nlohmann::json> {
   bool key(string_t& value) override {
     if (std::find_if(std::begin(kKeys), std::end(kKeys), [&](const char* k) { return value == k; }) ==
         std::end(kKeys)) {
-      fail(name_, "unknown key \"" + shown(value) + "\" at " + position_.text() + "; the nearest known one is \"" +
-                      nearest_key(value) + "\"");
+      fail(name_, "unknown key " + in_quotes(value) + " at " + position_.text() + "; the nearest known one is " +
+                      in_quotes(nearest_key(value)));
     }
     if (std::find(seen_.begin(), seen_.end(), value) != seen_.end()) {
-      fail(name_, "\"" + value + "\" appears twice, again at " + position_.text());
+      fail(name_, in_quotes(value) + " appears twice, again at " + position_.text());
     }
     seen_.push_back(value);
     key_ = value;
@@ -154,14 +155,14 @@ class ShapeReader : public nlohmann::json_sax<nlohmann::json> {
   bool start_array(std::size_t) override { return wrong("an array"); }
   bool end_array() override { return true; }
   bool parse_error(std::size_t, const std::string& token, const nlohmann::json::exception&) override {
-    fail(name_, "not valid JSON at " + position_.text() + ", near \"" + shown(token) + "\"");
+    fail(name_, "not valid JSON at " + position_.text() + ", near " + in_quotes(token));
   }
 
  private:
   bool wrong(const std::string& value) const {
     if (!open_) fail(name_, "a model is a JSON object {\"type\": \"gpt\", ...}, not " + value);
     const char* wanted = key_ == "type" ? "a string" : key_ == "tie_embeddings" ? "true or false" : "a whole number";
-    fail(name_, "\"" + key_ + "\" must be " + wanted + ", not " + value + " (" + position_.text() + ")");
+    fail(name_, in_quotes(key_) + " must be " + wanted + ", not " + value + " (" + position_.text() + ")");
   }
   bool number(std::int64_t value, const std::string& text) {
     std::int64_t* target = !open_                 ? nullptr
@@ -187,8 +188,7 @@ class ShapeReader : public nlohmann::json_sax<nlohmann::json> {
 
 void check_range(const std::string& name, const char* key, std::int64_t value, std::int64_t max) {
   if (value < 1 || value > max) {
-    fail(name,
-         "\"" + std::string(key) + "\" is " + std::to_string(value) + "; it must be from 1 to " + std::to_string(max));
+    fail(name, in_quotes(key) + " is " + std::to_string(value) + "; it must be from 1 to " + std::to_string(max));
   }
 }
 

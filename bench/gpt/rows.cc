@@ -248,11 +248,11 @@ struct GeluBackward {
 
 template <class T>
 struct CausalSoftmax {
-  static BALLAST_GPT_INLINE void run(const float* scores, T* probabilities, std::int64_t row_count,
-                                     std::int64_t columns, std::int64_t causal_first, float scale) {
+  static BALLAST_GPT_INLINE void run(float* scores, T* probabilities, std::int64_t row_count, std::int64_t columns,
+                                     std::int64_t causal_first, float scale) {
     const F16 lowest = splat(-3.0e38f);
     for (std::int64_t r = 0; r < row_count; ++r) {
-      const float* s = scores + r * columns;
+      float* s = scores + r * columns;
       T* p = probabilities + r * columns;
       const std::int64_t n = causal_first + r + 1;
       F16 top = lowest;
@@ -262,17 +262,13 @@ struct CausalSoftmax {
       const F16 shift = splat(max_lanes(top) * scale), factor = splat(scale);
       F16 sum = splat(0);
       for (std::int64_t i = 0; i < n; i += kLanes) {
-        const F16 e = exponential(load_n(s + i, columns - i) * factor - shift);
-        sum += select(lane_mask(n - i), e, splat(0));
+        const F16 e = select(lane_mask(n - i), exponential(load_n(s + i, columns - i) * factor - shift), splat(0));
+        store_n(s + i, e, columns - i);
+        sum += e;
       }
       const F16 inverse = splat(1.0f / sum_lanes(sum));
       for (std::int64_t i = 0; i < columns; i += kLanes) {
-        F16 value = splat(0);
-        if (i < n) {
-          const F16 e = exponential(load_n(s + i, columns - i) * factor - shift);
-          value = select(lane_mask(n - i), e * inverse, splat(0));
-        }
-        store_n(p + i, value, columns - i);
+        store_n(p + i, i < n ? load_n(s + i, columns - i) * inverse : splat(0), columns - i);
       }
     }
   }
@@ -306,34 +302,35 @@ struct CausalSoftmaxBackward {
 
 template <class T>
 struct CrossEntropy {
-  static BALLAST_GPT_INLINE void run(const float* logits, std::int64_t stride, const std::uint8_t* targets,
-                                     double* losses, T* d_logits, std::int64_t d_stride, float gradient_scale,
-                                     std::int64_t row_count, std::int64_t vocabulary) {
+  static BALLAST_GPT_INLINE void run(float* logits, std::int64_t stride, const std::uint8_t* targets, double* losses,
+                                     T* d_logits, std::int64_t d_stride, float gradient_scale, std::int64_t row_count,
+                                     std::int64_t vocabulary) {
     for (std::int64_t r = 0; r < row_count; ++r) {
-      const float* z = logits + r * stride;
+      float* z = logits + r * stride;
       F16 top = splat(-3.0e38f);
       for (std::int64_t i = 0; i < vocabulary; i += kLanes) {
         top = maximum(select(lane_mask(vocabulary - i), load_n(z + i, vocabulary - i), splat(-3.0e38f)), top);
       }
       const float highest = max_lanes(top);
+      const float of_target = z[targets[r]];
       const F16 shift = splat(highest);
       F16 sums = splat(0);
       for (std::int64_t i = 0; i < vocabulary; i += kLanes) {
-        const F16 e = exponential(load_n(z + i, vocabulary - i) - shift);
-        sums += select(lane_mask(vocabulary - i), e, splat(0));
+        const F16 e = select(lane_mask(vocabulary - i), exponential(load_n(z + i, vocabulary - i) - shift), splat(0));
+        store_n(z + i, e, vocabulary - i);
+        sums += e;
       }
       const float sum = sum_lanes(sums);
-      losses[r] =
-          std::log(static_cast<double>(sum)) + (static_cast<double>(highest) - static_cast<double>(z[targets[r]]));
+      losses[r] = std::log(static_cast<double>(sum)) + (static_cast<double>(highest) - static_cast<double>(of_target));
       if (d_logits == nullptr) continue;
       T* d = d_logits + r * d_stride;
       const float factor = gradient_scale / sum;
       for (std::int64_t i = 0; i < vocabulary; i += kLanes) {
-        store_n(d + i, exponential(load_n(z + i, vocabulary - i) - shift) * splat(factor), vocabulary - i);
+        store_n(d + i, load_n(z + i, vocabulary - i) * splat(factor), vocabulary - i);
       }
       const std::int64_t target = targets[r], block = target / kLanes * kLanes, n = vocabulary - block;
       float lanes[kLanes];
-      store(lanes, exponential(load_n(z + block, n) - shift) * splat(factor));
+      store(lanes, load_n(z + block, n) * splat(factor));
       lanes[target - block] = lanes[target - block] - gradient_scale;
       store_n(d + block, load(lanes), n);
     }
@@ -454,7 +451,7 @@ void gelu_backward(const T* x, T* gradient, std::int64_t elements) {
   on_isa<GeluBackward<T>>(x, gradient, elements);
 }
 template <class T>
-void causal_softmax(const float* scores, T* probabilities, std::int64_t row_count, std::int64_t columns,
+void causal_softmax(float* scores, T* probabilities, std::int64_t row_count, std::int64_t columns,
                     std::int64_t causal_first, float scale) {
   on_isa<CausalSoftmax<T>>(scores, probabilities, row_count, columns, causal_first, scale);
 }
@@ -464,7 +461,7 @@ void causal_softmax_backward(const T* probabilities, const float* d_probabilitie
   on_isa<CausalSoftmaxBackward<T>>(probabilities, d_probabilities, d_scores, row_count, columns, causal_first, scale);
 }
 template <class T>
-void cross_entropy(const float* logits, std::int64_t stride, const std::uint8_t* targets, double* losses, T* d_logits,
+void cross_entropy(float* logits, std::int64_t stride, const std::uint8_t* targets, double* losses, T* d_logits,
                    std::int64_t d_stride, float gradient_scale, std::int64_t row_count, std::int64_t vocabulary) {
   on_isa<CrossEntropy<T>>(logits, stride, targets, losses, d_logits, d_stride, gradient_scale, row_count, vocabulary);
 }
@@ -475,17 +472,17 @@ void fill_normal(std::uint64_t key, std::int64_t first, float* values, std::int6
   on_isa<FillNormal>(key, first, values, elements, deviation);
 }
 
-#define BALLAST_GPT_INSTANTIATE(T)                                                                                  \
-  template void convert<T>(const float*, T*, std::int64_t);                                                         \
-  template void layer_norm<T>(const NormForward&, T*, std::int64_t, std::int64_t);                                  \
-  template void layer_norm_backward<T>(const NormBackward&, T*, std::int64_t, std::int64_t);                        \
-  template void column_sums<T>(const T*, float*, std::int64_t, std::int64_t, std::int64_t, std::int64_t);           \
-  template void gelu<T>(const T*, T*, std::int64_t);                                                                \
-  template void gelu_backward<T>(const T*, T*, std::int64_t);                                                       \
-  template void causal_softmax<T>(const float*, T*, std::int64_t, std::int64_t, std::int64_t, float);               \
-  template void causal_softmax_backward<T>(const T*, const float*, T*, std::int64_t, std::int64_t, std::int64_t,    \
-                                           float);                                                                  \
-  template void cross_entropy<T>(const float*, std::int64_t, const std::uint8_t*, double*, T*, std::int64_t, float, \
+#define BALLAST_GPT_INSTANTIATE(T)                                                                               \
+  template void convert<T>(const float*, T*, std::int64_t);                                                      \
+  template void layer_norm<T>(const NormForward&, T*, std::int64_t, std::int64_t);                               \
+  template void layer_norm_backward<T>(const NormBackward&, T*, std::int64_t, std::int64_t);                     \
+  template void column_sums<T>(const T*, float*, std::int64_t, std::int64_t, std::int64_t, std::int64_t);        \
+  template void gelu<T>(const T*, T*, std::int64_t);                                                             \
+  template void gelu_backward<T>(const T*, T*, std::int64_t);                                                    \
+  template void causal_softmax<T>(float*, T*, std::int64_t, std::int64_t, std::int64_t, float);                  \
+  template void causal_softmax_backward<T>(const T*, const float*, T*, std::int64_t, std::int64_t, std::int64_t, \
+                                           float);                                                               \
+  template void cross_entropy<T>(float*, std::int64_t, const std::uint8_t*, double*, T*, std::int64_t, float,    \
                                  std::int64_t, std::int64_t);
 BALLAST_GPT_INSTANTIATE(float)
 BALLAST_GPT_INSTANTIATE(Bf16)

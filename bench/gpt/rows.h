@@ -69,17 +69,19 @@ template <class T>
 void gelu_backward(const T* x, T* gradient, std::int64_t elements);
 
 // Softmax over the first causal_first + i + 1 entries of row i of scaled scores; zeros behind, up to `columns`.
+// Destroys the scores.
 template <class T>
-void causal_softmax(const float* scores, T* probabilities, std::int64_t rows, std::int64_t columns,
-                    std::int64_t causal_first, float scale);
+void causal_softmax(float* scores, T* probabilities, std::int64_t rows, std::int64_t columns, std::int64_t causal_first,
+                    float scale);
 // d_scores = p * (d_p - sum(p * d_p)) * scale over the same entries; zeros behind.
 template <class T>
 void causal_softmax_backward(const T* probabilities, const float* d_probabilities, T* d_scores, std::int64_t rows,
                              std::int64_t columns, std::int64_t causal_first, float scale);
 
 // Per row: loss = -log softmax(logits)[target] in nats; d_logits = (softmax - onehot) * gradient_scale, where not null.
+// Destroys the logits.
 template <class T>
-void cross_entropy(const float* logits, std::int64_t stride, const std::uint8_t* targets, double* losses, T* d_logits,
+void cross_entropy(float* logits, std::int64_t stride, const std::uint8_t* targets, double* losses, T* d_logits,
                    std::int64_t d_stride, float gradient_scale, std::int64_t rows, std::int64_t vocabulary);
 
 // out = sum of the rows of x that `indices` names, in that order; zeros for none.

@@ -1,0 +1,232 @@
+// Model files: what is read, what is refused and how; the units; the text that batches come from.
+// SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "gpt/data.h"
+#include "gpt/model.h"
+#include "gpt/settings.h"
+
+namespace ballast::gpt {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr const char* kGood =
+    R"({"type": "gpt", "layers": 2, "width": 12, "heads": 3, "context": 8, "vocabulary": 256, "tie_embeddings": false})";
+
+std::string error_of(const std::string& text) {
+  try {
+    GptShape::from_json(text, "m.json");
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+std::string with(const std::string& from, const std::string& to) {
+  std::string text = kGood;
+  text.replace(text.find(from), from.size(), to);
+  return text;
+}
+
+class TemporaryFile {
+ public:
+  explicit TemporaryFile(const std::string& content) {
+    path_ = (std::filesystem::temp_directory_path() /
+             ("ballast-gpt-" + std::to_string(getpid()) + "-" + std::to_string(++count_)))
+                .string();
+    std::ofstream(path_, std::ios::binary) << content;
+  }
+  ~TemporaryFile() { std::filesystem::remove(path_); }
+  const std::string& path() const { return path_; }
+
+ private:
+  static inline int count_ = 0;
+  std::string path_;
+};
+
+TEST(GptShape, ReadsAModelFile) {
+  const GptShape shape = GptShape::from_json(kGood);
+  EXPECT_EQ(shape, (GptShape{2, 12, 3, 8, 256, false}));
+  EXPECT_TRUE(GptShape::from_json(with(", \"tie_embeddings\": false", "")).tie_embeddings);
+  EXPECT_EQ(GptShape::from_json(with("12", "1.2e1")).width, 12);  // whole, however it is written
+  const TemporaryFile file(kGood);
+  EXPECT_EQ(GptShape::from_file(file.path()), shape);
+}
+
+TEST(GptShape, RefusesWhatIsNoModelAndSaysWhere) {
+  EXPECT_THAT(error_of(""), HasSubstr("m.json: empty"));
+  EXPECT_THAT(error_of("{\"type\": \"gpt\",\n  \"layers\" 2"),
+              AllOf(HasSubstr("not valid JSON"), HasSubstr("line 2, column 12")));
+  EXPECT_THAT(error_of(std::string(kGood) + "x"), HasSubstr("not valid JSON"));
+  EXPECT_THAT(error_of(with("false}", "false,}")), HasSubstr("not valid JSON"));
+  EXPECT_THAT(error_of("[1]"), HasSubstr("JSON object"));
+  EXPECT_THAT(error_of("42"), HasSubstr("JSON object"));
+  EXPECT_THAT(error_of(std::string(1'000'000, '[')), HasSubstr("JSON object"));
+  EXPECT_THAT(error_of(with("2", "{\"a\": 1}")), HasSubstr("\"layers\" must be a whole number, not an object"));
+  EXPECT_THAT(error_of(with("\"layers\": 2", "\"layers\": NaN")), HasSubstr("not valid JSON"));
+  EXPECT_THAT(error_of("\xEF\xBB"), HasSubstr("not valid JSON"));
+  EXPECT_THAT(error_of(with("gpt", "g\xFFpt")), HasSubstr("not valid JSON"));
+}
+
+TEST(GptShape, RefusesUnknownRepeatedAndMissingKeys) {
+  EXPECT_THAT(error_of(with("\"layers\"", "\"layer\"")),
+              AllOf(HasSubstr("unknown key \"layer\""), HasSubstr("\"layers\"")));
+  EXPECT_THAT(error_of(with("\"heads\"", "\"Heads\"")),
+              AllOf(HasSubstr("unknown key \"Heads\""), HasSubstr("nearest known one is \"heads\"")));
+  EXPECT_THAT(error_of(with("\"heads\": 3", "\"heads\": 3, \"heads\": 3")),
+              AllOf(HasSubstr("\"heads\" appears twice"), HasSubstr("line 1")));
+  EXPECT_THAT(error_of(with("\"heads\": 3, ", "")), HasSubstr("\"heads\" is missing"));
+  EXPECT_THAT(error_of("{}"), HasSubstr("\"type\" is missing"));
+}
+
+TEST(GptShape, RefusesValuesOfTheWrongTypeOrRange) {
+  for (const char* value : {"1.5", "\"2\"", "true", "null", "[2]", "1e30", "99999999999999999999"}) {
+    EXPECT_THAT(error_of(with("\"layers\": 2", std::string("\"layers\": ") + value)),
+                HasSubstr("\"layers\" must be a whole number"))
+        << value;
+  }
+  EXPECT_THAT(error_of(with("\"gpt\"", "\"bert\"")), HasSubstr("\"type\" is \"bert\""));
+  EXPECT_THAT(error_of(with("\"gpt\"", "7")), HasSubstr("\"type\" must be a string"));
+  EXPECT_THAT(error_of(with("false", "0")), HasSubstr("\"tie_embeddings\" must be true or false"));
+  EXPECT_THAT(error_of(with("\"layers\": 2", "\"layers\": 0")), HasSubstr("\"layers\" is 0; it must be from 1"));
+  EXPECT_THAT(error_of(with("\"layers\": 2", "\"layers\": -1")), HasSubstr("\"layers\" is -1"));
+  EXPECT_THAT(error_of(with("12", "13")), AllOf(HasSubstr("\"width\" 13"), HasSubstr("\"heads\" 3")));
+  EXPECT_THAT(error_of(with("\"heads\": 3", "\"heads\": 13")), HasSubstr("\"heads\" is 13"));
+  EXPECT_THAT(error_of(with("12", "999999999")), HasSubstr("\"width\" is 999999999"));
+  EXPECT_THAT(error_of(with("\"vocabulary\": 256", "\"vocabulary\": 0")), HasSubstr("\"vocabulary\" is 0"));
+}
+
+TEST(GptShape, FileErrorsNameTheFile) {
+  for (const char* path : {"/nonexistent/model.json", "/"}) {
+    try {
+      GptShape::from_file(path);
+      ADD_FAILURE() << path << " was read";
+    } catch (const ConfigError& error) {
+      EXPECT_THAT(error.what(), HasSubstr(path));
+    }
+  }
+}
+
+TEST(GptShape, CountsTheParametersOfItsUnits) {
+  for (const bool tied : {true, false}) {
+    GptShape shape{3, 24, 4, 16, 300, tied};
+    std::int64_t count = 0;
+    const auto units = gpt_units(shape);
+    ASSERT_EQ(units.size(), 5u);
+    for (const GptUnit& unit : units) {
+      for (const ParameterSpec& p : unit.parameters) {
+        std::int64_t elements = 1;
+        for (const std::int64_t extent : p.shape) elements *= extent;
+        count += elements;
+        EXPECT_EQ(p.options.group, p.shape.size() == 2 ? kDecayGroup : kNoDecayGroup) << p.name;
+      }
+    }
+    EXPECT_EQ(shape.parameters(), count);
+    EXPECT_EQ(units.front().name, "embedding");
+    EXPECT_EQ(units[2].name, "h.1");
+    EXPECT_EQ(units.back().name, "final");
+    EXPECT_EQ(units.back().parameters.size(), tied ? 2u : 3u);
+    EXPECT_EQ(units[1].parameters[block::c_attn_weight].name, "attn.c_attn.weight");
+    EXPECT_EQ(units[1].parameters[block::c_attn_weight].shape, (std::vector<std::int64_t>{24, 72}));
+    EXPECT_EQ(units[1].parameters[block::mlp_c_proj_bias].name, "mlp.c_proj.bias");
+  }
+}
+
+TEST(GptShape, ShippedModelsAreValidAndOfTheSizeTheirNamesSay) {
+  const std::pair<const char*, double> sizes[] = {{"gpt-tiny", 1e6},   {"gpt-10m", 10e6},   {"gpt2-124m", 124e6},
+                                                  {"gpt-303m", 303e6}, {"gpt-350m", 350e6}, {"gpt-1b", 1.3e9},
+                                                  {"gpt-7b", 6.7e9},   {"gpt-13b", 13e9},   {"gpt-70b", 70e9},
+                                                  {"gpt-175b", 175e9}, {"gpt-1t", 1e12}};
+  for (const auto& [name, size] : sizes) {
+    const GptShape shape = GptShape::from_file(std::string(BALLAST_MODELS) + "/" + name + ".json");
+    EXPECT_NEAR(static_cast<double>(shape.parameters()) / size, 1, 0.1) << name;
+    EXPECT_GE(shape.context, 128) << name;
+    EXPECT_GE(shape.vocabulary, 256) << name;
+  }
+  EXPECT_GE(GptShape::from_file(std::string(BALLAST_MODELS) + "/gpt-350m.json").parameters(), 340'000'000);
+}
+
+TEST(TrainSettings, RefusesWhatDoesNotFitTheShape) {
+  const GptShape shape{2, 12, 3, 8, 256, true};
+  const auto error = [&](auto change) {
+    TrainSettings settings;
+    settings.sequence = 8;
+    change(settings);
+    try {
+      settings.validate(shape);
+    } catch (const ConfigError& e) {
+      return std::string(e.what());
+    }
+    return std::string("no error");
+  };
+  EXPECT_EQ(error([](TrainSettings&) {}), "no error");
+  EXPECT_THAT(error([](TrainSettings& s) { s.sequence = 9; }),
+              AllOf(HasSubstr("--sequence 9"), HasSubstr("context of 8")));
+  EXPECT_THAT(error([](TrainSettings& s) { s.sequence = 0; }), HasSubstr("--sequence is 0"));
+  EXPECT_THAT(error([](TrainSettings& s) { s.batch = -3; }), HasSubstr("--batch is -3"));
+  EXPECT_THAT(error([](TrainSettings& s) { s.micro_batches = 0; }), HasSubstr("--micro-batches is 0"));
+  EXPECT_THAT(error([](TrainSettings& s) { s.micro_batches = 3; }),
+              AllOf(HasSubstr("--batch 4"), HasSubstr("3 micro-batches")));
+  EXPECT_THAT(error([](TrainSettings& s) { s.batch = std::int64_t{1} << 40; }), HasSubstr("tokens"));
+  EXPECT_THAT(error([](TrainSettings& s) { s.world_size = 3; }), HasSubstr("3 ranks"));
+}
+
+TEST(ByteData, RefusesPathsThatAreNoTextAndSequencesThatDoNotFit) {
+  const TemporaryFile empty(""), text("0123456789");
+  for (const std::string& path :
+       {std::string("/nonexistent/text"), std::string("/"), empty.path(), std::string("/dev/null")}) {
+    try {
+      ByteData::open(path);
+      ADD_FAILURE() << path << " was opened";
+    } catch (const ConfigError& error) {
+      EXPECT_THAT(error.what(), HasSubstr(path));
+    }
+  }
+  const auto data = ByteData::open(text.path());
+  data->require_sequence(9);
+  try {
+    data->require_sequence(10);
+    ADD_FAILURE() << "ten bytes hold no sequence of ten and the next";
+  } catch (const ConfigError& error) {
+    EXPECT_THAT(error.what(), AllOf(HasSubstr(text.path()), HasSubstr("10 bytes"), HasSubstr("--sequence 9")));
+  }
+}
+
+TEST(ByteData, DrawsFromTheWholeTextByCountersAlone) {
+  const TemporaryFile file("0123456789");
+  const auto data = ByteData::open(file.path());
+  std::vector<bool> seen(7, false);
+  for (std::uint64_t step = 0; step < 100; ++step) {
+    const std::uint64_t at = data->sequence_offset(1, step, 2, 4);
+    ASSERT_LE(at, 5u);  // the last start whose next byte is there
+    seen[at] = true;
+    EXPECT_EQ(at, data->sequence_offset(1, step, 2, 4));
+  }
+  for (std::size_t i = 0; i <= 5; ++i) EXPECT_TRUE(seen[i]) << i;
+  std::uint8_t bytes[4];
+  data->read(3, bytes);
+  EXPECT_EQ(std::string(bytes, bytes + 4), "3456");
+}
+
+TEST(ByteData, AFileCutShortIsAnErrorWithFileAndOffset) {
+  const TemporaryFile file("0123456789");
+  const auto data = ByteData::open(file.path());
+  std::filesystem::resize_file(file.path(), 5);
+  std::uint8_t bytes[4];
+  try {
+    data->read(3, bytes);
+    ADD_FAILURE() << "read past the end";
+  } catch (const IoError& error) {
+    EXPECT_THAT(error.what(), AllOf(HasSubstr(file.path()), HasSubstr("offset 5")));
+  }
+}
+
+}  // namespace
+}  // namespace ballast::gpt
