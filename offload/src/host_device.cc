@@ -38,7 +38,7 @@ class HostDevice final : public Device {
   }
 
   std::uint64_t capacity_bytes() const override {
-    return capacity_bytes_ != 0 ? capacity_bytes_ : free_memory_bytes(discover_topology());
+    return capacity_bytes_ != 0 ? capacity_bytes_ : takeable_bytes(discover_topology());
   }
 
   bool host_addressable() const override { return true; }

@@ -89,7 +89,7 @@ HostStream::HostStream(std::string_view name, std::shared_ptr<const CopyHook> be
                   ". Raise the limit on processes (ulimit -u, or pids.max of the cgroup)");
   }
   const std::string label = ("bl-" + shared_->name).substr(0, 15);  // what the kernel has room for
-  pthread_setname_np(thread_->native_handle(), label.c_str());       // for debuggers only
+  pthread_setname_np(thread_->native_handle(), label.c_str());      // for debuggers only
 }
 
 HostStream::~HostStream() {

@@ -162,13 +162,19 @@ int populate_by_reading(std::byte* data, std::uint64_t bytes) {
   return error;
 }
 
-void check_free_memory(std::string_view purpose, std::uint64_t bytes, const Topology& topology) {
+std::uint64_t takeable_bytes(const Topology& topology) {
   const std::uint64_t free_bytes = free_memory_bytes(topology);
-  if (bytes <= free_bytes) return;
+  return free_bytes > kHeadroomBytes ? free_bytes - kHeadroomBytes : 0;
+}
+
+void check_free_memory(std::string_view purpose, std::uint64_t bytes, const Topology& topology) {
+  const std::uint64_t takeable = takeable_bytes(topology);
+  if (bytes <= takeable) return;
   std::string text = std::string(purpose) + " of " + std::to_string(bytes) + " bytes (" + format_size(bytes) +
-                     ") cannot be had: " + std::to_string(free_bytes) + " bytes (" + format_size(free_bytes) +
-                     ") are free. The machine has " + format_size(topology.memory_bytes) + ", of which " +
-                     format_size(topology.memory_available_bytes) + " are available";
+                     ") cannot be had: " + std::to_string(takeable) + " bytes (" + format_size(takeable) +
+                     ") are free, without the " + format_size(kHeadroomBytes) +
+                     " left for the process itself. The machine has " + format_size(topology.memory_bytes) +
+                     ", of which " + format_size(topology.memory_available_bytes) + " are available";
   if (topology.cgroup_limit_bytes != 0) {
     text += "; the memory cgroup allows " + std::to_string(topology.cgroup_limit_bytes) + " bytes (" +
             format_size(topology.cgroup_limit_bytes) + ") and uses " + format_size(topology.cgroup_used_bytes);

@@ -35,6 +35,11 @@ struct MapRequest {
 MappedMemory map_memory(const MapRequest& request, const Topology& topology, std::vector<std::string>& notes);
 void unmap_memory(const MappedMemory& memory);
 
+// Left for page tables, stacks and heap: with a limit used up to the last byte the kernel would end the process.
+constexpr std::uint64_t kHeadroomBytes = std::uint64_t{16} << 20;
+
+// The most that check_free_memory() lets through.
+std::uint64_t takeable_bytes(const Topology& topology);
 // Throws PlanError unless `bytes` are free: names what the machine and its control group leave.
 void check_free_memory(std::string_view purpose, std::uint64_t bytes, const Topology& topology);
 

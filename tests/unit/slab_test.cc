@@ -161,7 +161,9 @@ TEST(HostSlab, TheRefusalNamesTheCgroupLimit) {
   topology.memory_available_bytes = 60 * kGiB;
   topology.cgroup_limit_bytes = kGiB;
   topology.cgroup_used_bytes = 24 * kMiB;
-  check_free_memory("host memory", 1000 * kMiB, topology);  // exactly what is left
+  EXPECT_EQ(takeable_bytes(topology), 984 * kMiB);
+  check_free_memory("host memory", 984 * kMiB, topology);
+  EXPECT_THROW(check_free_memory("host memory", 984 * kMiB + 1, topology), PlanError);
   try {
     check_free_memory("host memory", 5 * kGiB, topology);
     FAIL() << "nothing was thrown";
