@@ -97,13 +97,16 @@ void UringRing::prove() {
   if (result < 0) throw UringUnavailable("io_uring_enter", -result);
   io_uring_cqe_seen(&ring_, completion);
 
-  io_uring_probe* const probe = io_uring_get_probe_ring(&ring_);
-  const bool complete = probe != nullptr && io_uring_opcode_supported(probe, IORING_OP_READ) &&
-                        io_uring_opcode_supported(probe, IORING_OP_WRITE) &&
-                        io_uring_opcode_supported(probe, IORING_OP_READ_FIXED) &&
-                        io_uring_opcode_supported(probe, IORING_OP_WRITE_FIXED);
-  if (probe != nullptr) io_uring_free_probe(probe);
-  if (!complete) throw UringUnavailable("io_uring_register (probe of reads and writes)", EOPNOTSUPP);
+  // The answer's errno would be lost in io_uring_get_probe_ring.
+  constexpr unsigned kMostOperations = 256;
+  alignas(io_uring_probe) std::array<std::byte, sizeof(io_uring_probe) + kMostOperations * sizeof(io_uring_probe_op)>
+      memory{};
+  auto* const probe = reinterpret_cast<io_uring_probe*>(memory.data());
+  result = io_uring_register_probe(&ring_, probe, kMostOperations);
+  if (result < 0) throw UringUnavailable("io_uring_register", -result);
+  for (const int needed : {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED}) {
+    if (!io_uring_opcode_supported(probe, needed)) throw UringUnavailable("io_uring reads and writes", EOPNOTSUPP);
+  }
 }
 
 int UringRing::add_file(int descriptor) {

@@ -12,8 +12,10 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <thread>
 
 #include "support/io_support.h"
 
@@ -235,6 +237,45 @@ TEST(ChunkStore, ADirectoryInUseIsRefusedWithTheHoldersPid) {
   std::vector<Transfer> read = {transfer(Direction::read, 0, 0, back.data(), 8192)};
   run_all(holder, read);
   EXPECT_TRUE(test::holds_pattern(back.span(), 1));
+}
+
+TEST(ChunkStore, AHolderThatEndsWhileAnotherWaitsHandsItsPlaceOver) {
+  test::ScratchDirectory directory;
+  auto holder = std::make_unique<ChunkStore>(options_for({directory.path()}, {8192}));
+  std::thread ending([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    holder.reset();
+  });
+  ChunkStoreOptions options = options_for({directory.path()}, {8192});
+  options.lock_wait_ms = 20'000;
+  ChunkStore next(options);
+  ending.join();
+  // The file that it waited for is gone; it holds a new one.
+  EXPECT_TRUE(std::filesystem::exists(directory / "ballast-rank0.chunks"));
+  write_and_read_all(next, options.chunk_bytes, 1);
+}
+
+TEST(ChunkStore, DestructionInTheMiddleOfTransfersTouchesNoMemoryLaterAndIsQuick) {
+  const test::Seed seed(71);
+  base::Random random(seed.value());
+  for (int round = 0; round < 30; ++round) {
+    test::ScratchDirectory directory;
+    ChunkStoreOptions options = options_for({directory / "a", directory / "b"}, {8 << 20, 8 << 20});
+    options.backend = round % 2 == 0 ? Backend::automatic : Backend::threads;
+    test::AlignedMemory memory(16 << 20), guard(1 << 20);
+    test::fill_pattern(guard.span(), 6);
+    std::vector<Transfer> reads = {transfer(Direction::read, 0, 0, memory.data(), 8 << 20),
+                                   transfer(Direction::read, 1, 0, memory.data() + (8 << 20), 8 << 20)};
+    std::vector<Transfer*> pointers = {&reads[0], &reads[1]};
+    {
+      ChunkStore store(options);
+      store.submit(pointers);
+      std::this_thread::sleep_for(std::chrono::microseconds(random.below(2000)));
+    }
+    test::fill_pattern(memory.span(), 5);
+    EXPECT_TRUE(test::holds_pattern(memory.span(), 5));
+    EXPECT_TRUE(test::holds_pattern(guard.span(), 6));
+  }
 }
 
 TEST(ChunkStore, AForkedChildKeepsNeitherLockNorDescriptors) {
