@@ -117,7 +117,7 @@ struct StorageBench::Implementation {
     return base::random_at(static_cast<std::uint64_t>(&lane - lanes.data()), block);
   }
   // Fills in the operation for the lane's next block.
-  void arm(Lane& lane, io::Operation& operation, Pattern pattern) {
+  void arm(Lane& lane, io::Operation& operation, Pattern pattern) const {
     const std::uint64_t block = lane.next_block++;
     const bool write = pattern == Pattern::write || (pattern == Pattern::mixed && block % 2 == 1);
     operation.direction = write ? io::Direction::write : io::Direction::read;

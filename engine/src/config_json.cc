@@ -76,8 +76,9 @@ class Section {
   }
   std::string key(std::string_view name) const { return (prefix_.empty() ? "" : prefix_ + ".") + std::string(name); }
   void refuse_the_rest() const {
-    for (const auto& [name, value] : value_.members)
-      if (std::find(taken_.begin(), taken_.end(), name) == taken_.end()) unknown_key(value.where, key(name));
+    for (std::size_t i = 0; i < value_.keys.size(); ++i)
+      if (std::find(taken_.begin(), taken_.end(), value_.keys[i]) == taken_.end())
+        unknown_key(value_.items[i].where, key(value_.keys[i]));
   }
   [[noreturn]] void fail(std::string_view name, const Value& value, const std::string& wanted) const {
     throw ConfigError(value.where + ": " + key(name) + " must be " + wanted + ", not " + json::describe(value));
@@ -286,7 +287,6 @@ std::string read_text(const std::string& path) {
 void stamp(Value* value, const std::string& where) {
   value->where = where;
   for (Value& item : value->items) stamp(&item, where);
-  for (auto& member : value->members) stamp(&member.second, where);
 }
 
 void apply(Value* root, const std::string& key, const std::string& text) {
@@ -316,7 +316,7 @@ void apply(Value* root, const std::string& key, const std::string& text) {
     if (target->kind != Kind::object) *target = Value{.kind = Kind::object, .where = where};
     const std::string name = key.substr(begin, end - begin);
     Value* next = target->find(name);
-    target = next != nullptr ? next : &target->members.emplace_back(name, Value{.where = where}).second;
+    target = next != nullptr ? next : &target->add(name, Value{.where = where});
     begin = end + 1;
   }
   *target = std::move(value);
@@ -335,7 +335,7 @@ Config Config::from_json(std::string_view text, const std::string& name,
   Value root = json::parse(text, name);
   if (root.kind == Kind::object)
     for (const auto& [key, value] : overrides) apply(&root, key, value);
-  const Config config = from_value(root);
+  Config config = from_value(root);
   try {
     config.validate();
   } catch (const ConfigError& error) {

@@ -9,6 +9,7 @@
 #include <charconv>
 #include <iterator>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 namespace ballast::json {
 namespace {
@@ -41,7 +42,6 @@ struct CountingIterator {
     return before;
   }
   friend bool operator==(const CountingIterator& a, const CountingIterator& b) { return a.at == b.at; }
-  friend bool operator!=(const CountingIterator& a, const CountingIterator& b) { return a.at != b.at; }
 };
 
 class Builder : public nlohmann::json::json_sax_t {
@@ -78,7 +78,7 @@ class Builder : public nlohmann::json::json_sax_t {
   bool end_object() override { return close(); }
   bool end_array() override { return close(); }
   bool key(string_t& name) override {
-    if (open_.back()->members.size() == kMembersMax)
+    if (open_.back()->keys.size() == kMembersMax)
       throw ConfigError(where() + ": more than " + std::to_string(kMembersMax) + " keys in one object");
     if (open_.back()->find(name) != nullptr)
       throw ConfigError(where() + ": the key " + printable(name) + " is there twice");
@@ -111,7 +111,7 @@ class Builder : public nlohmann::json::json_sax_t {
     if (!open_.empty()) {
       Value& parent = *open_.back();
       if (parent.kind == Value::Kind::object) {
-        value = &parent.members.emplace_back(key_, Value{}).second;
+        value = &parent.add(key_, Value{});
       } else {
         value = &parent.items.emplace_back();
       }
@@ -142,12 +142,17 @@ class Builder : public nlohmann::json::json_sax_t {
 }  // namespace
 
 const Value* Value::find(std::string_view key) const {
-  for (const auto& [name, value] : members)
-    if (name == key) return &value;
+  for (std::size_t i = 0; i < keys.size(); ++i)
+    if (keys[i] == key) return &items[i];
   return nullptr;
 }
 
 Value* Value::find(std::string_view key) { return const_cast<Value*>(std::as_const(*this).find(key)); }
+
+Value& Value::add(std::string key, Value value) {
+  keys.push_back(std::move(key));
+  return items.emplace_back(std::move(value));
+}
 
 Value parse(std::string_view text, const std::string& name) {
   if (text.size() > kTextBytesMax)

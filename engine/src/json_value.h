@@ -8,7 +8,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 namespace ballast::json {
@@ -20,13 +19,14 @@ constexpr std::size_t kMembersMax = 1000;
 struct Value {
   enum class Kind : std::uint8_t { null, boolean, number, string, array, object } kind = Kind::null;
   bool boolean = false;
-  std::string text;                                    // a string's contents; a number's digits
-  std::vector<Value> items;                            // array
-  std::vector<std::pair<std::string, Value>> members;  // object, as written
-  std::string where;                                   // "FILE:LINE", or the option that it came from
+  std::string text;               // a string's contents; a number's digits
+  std::vector<Value> items;       // of an array or object, as written
+  std::vector<std::string> keys;  // of an object's items
+  std::string where;              // "FILE:LINE", or the option that it came from
 
   const Value* find(std::string_view key) const;
   Value* find(std::string_view key);
+  Value& add(std::string key, Value value);  // to an object without that key
 };
 
 // Throws ConfigError with one line: `name`, line and column, and what is wrong.
