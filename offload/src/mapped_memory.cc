@@ -3,7 +3,6 @@
 #include "mapped_memory.h"
 
 #include <fcntl.h>
-#include <hwloc.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -16,7 +15,7 @@
 #include "ballast/base/check.h"
 #include "ballast/base/error.h"
 #include "ballast/base/size.h"
-#include "system_files.h"
+#include "hwloc_tree.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -59,14 +58,11 @@ void advise(std::byte* data, std::uint64_t bytes, int advice, const char* what, 
 
 void bind_to_node(std::byte* data, std::uint64_t bytes, int node_index, std::vector<std::string>& notes) {
   const std::string what = "binding memory to NUMA node " + std::to_string(node_index) + " did not work: ";
-  hwloc_topology_t tree = nullptr;
-  if (hwloc_topology_init(&tree) != 0) {
-    notes.push_back(what + "hwloc cannot start");
-    return;
-  }
-  if (hwloc_topology_load(tree) != 0) {
-    notes.push_back(what + "hwloc cannot read the topology");
-  } else if (!hwloc_topology_is_thissystem(tree)) {
+  const HwlocTree hwloc;
+  const hwloc_topology_t tree = hwloc.get();
+  if (tree == nullptr) {
+    notes.push_back(what + hwloc.error());
+  } else if (!hwloc.is_this_system()) {
     notes.push_back(what + "the environment hands hwloc another machine's topology");
   } else if (const hwloc_obj_t node = hwloc_get_numanode_obj_by_os_index(tree, static_cast<unsigned>(node_index));
              node == nullptr) {
@@ -75,7 +71,6 @@ void bind_to_node(std::byte* data, std::uint64_t bytes, int node_index, std::vec
              0) {
     notes.push_back(what + errno_text(errno));
   }
-  hwloc_topology_destroy(tree);
 }
 
 // What every mapping gets, whatever its pages; before any page is there, so that the binding governs them all.
@@ -97,7 +92,7 @@ std::optional<MappedMemory> map_reserved(const MapRequest& request, const Topolo
   }
   int shift = 0;
   while ((std::uint64_t{1} << shift) < page_bytes) ++shift;
-  MappedMemory memory{nullptr, pages * page_bytes, kReservedHugePages};
+  MappedMemory memory{nullptr, pages * page_bytes, kReservedHugePages, getpid()};
   void* const address = mmap(nullptr, memory.mapped_bytes, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | (shift << MAP_HUGE_SHIFT), -1, 0);
   if (address == MAP_FAILED) {
@@ -189,7 +184,7 @@ MappedMemory map_memory(const MapRequest& request, const Topology& topology, std
   if (auto reserved = map_reserved(whole, topology, notes)) return *reserved;
 
   check_free_memory(request.purpose, request.bytes, topology);
-  MappedMemory memory{nullptr, base::round_up(whole.bytes, small_page_bytes()), kPlainPages};
+  MappedMemory memory{nullptr, base::round_up(whole.bytes, small_page_bytes()), kPlainPages, getpid()};
   // Room to align by, given back at both ends.
   const std::uint64_t roomy_bytes = memory.mapped_bytes + kAlignmentBytes;
   void* const address =
@@ -239,7 +234,9 @@ MappedMemory map_memory(const MapRequest& request, const Topology& topology, std
 }
 
 void unmap_memory(const MappedMemory& memory) {
-  if (memory.data != nullptr) BALLAST_CHECK(munmap(memory.data, memory.mapped_bytes) == 0);
+  // A forked child does not have it, and may have other memory in its place.
+  if (memory.data == nullptr || memory.owner != getpid()) return;
+  BALLAST_CHECK(munmap(memory.data, memory.mapped_bytes) == 0);
 }
 
 }  // namespace ballast::offload

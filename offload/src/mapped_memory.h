@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -20,6 +22,7 @@ struct MappedMemory {
   std::byte* data = nullptr;
   std::uint64_t mapped_bytes = 0;  // what unmap() gives back; at least what was asked for
   std::string_view page_kind;
+  pid_t owner = 0;  // only this process gives it back
 };
 
 struct MapRequest {

@@ -16,10 +16,11 @@ HostSlab::HostSlab(const HostSlabOptions& options) {
       map_memory({"host memory", options.bytes, options.numa_node, options.populate}, discover_topology(), notes_);
   memory_ = {mapped.data, options.bytes};
   mapped_bytes_ = mapped.mapped_bytes;
+  owner_process_ = mapped.owner;
   page_kind_ = mapped.page_kind;
 }
 
-HostSlab::~HostSlab() { unmap_memory({memory_.data(), mapped_bytes_, page_kind_}); }
+HostSlab::~HostSlab() { unmap_memory({memory_.data(), mapped_bytes_, page_kind_, owner_process_}); }
 
 std::byte* HostSlab::take(std::string name, std::uint64_t bytes, std::uint64_t alignment_bytes) {
   BALLAST_CHECK(alignment_bytes != 0 && (alignment_bytes & (alignment_bytes - 1)) == 0);

@@ -8,6 +8,8 @@
 #include <oneapi/tbb/parallel_for.h>
 #include <oneapi/tbb/partitioner.h>
 #include <oneapi/tbb/task_arena.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <climits>
@@ -15,8 +17,9 @@
 namespace ballast::offload {
 
 struct TbbArena::Implementation {
-  explicit Implementation(int threads) : arena(threads, 1) {}
+  explicit Implementation(int threads) : arena(threads, 1), owner(getpid()) {}
   tbb::task_arena arena;
+  pid_t owner;
 };
 
 int TbbArena::allowed_threads() {
@@ -26,7 +29,10 @@ int TbbArena::allowed_threads() {
 
 TbbArena::TbbArena(int threads) : implementation_(std::make_unique<Implementation>(threads)) {}
 
-TbbArena::~TbbArena() = default;
+TbbArena::~TbbArena() {
+  // A forked child has none of the arena's threads, and their locks may be held for ever.
+  if (implementation_->owner != getpid()) static_cast<void>(implementation_.release());
+}
 
 void TbbArena::run(std::size_t pieces, void (*function)(void* context, std::size_t piece), void* context) {
   implementation_->arena.execute([=] {

@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ballast/offload/topology.h"
 
-#include <hwloc.h>
 #include <sched.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -15,6 +14,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "hwloc_tree.h"
 #include "system_files.h"
 
 namespace ballast::offload {
@@ -42,18 +42,13 @@ std::vector<int> affinity_cpus() {
 }
 
 void discover_nodes(Topology& topology, const std::vector<int>& allowed) {
-  hwloc_topology_t tree = nullptr;
-  if (hwloc_topology_init(&tree) != 0) {
-    topology.notes.push_back("NUMA nodes are not known: hwloc cannot start");
+  const HwlocTree hwloc;
+  const hwloc_topology_t tree = hwloc.get();
+  if (tree == nullptr) {
+    topology.notes.push_back("NUMA nodes are not known: " + hwloc.error());
     return;
   }
-  if (hwloc_topology_load(tree) != 0) {
-    topology.notes.push_back(std::string("NUMA nodes are not known: hwloc cannot read the topology (") +
-                             std::strerror(errno) + "); look at HWLOC_SYNTHETIC and HWLOC_XMLFILE");
-    hwloc_topology_destroy(tree);
-    return;
-  }
-  if (!hwloc_topology_is_thissystem(tree)) {
+  if (!hwloc.is_this_system()) {
     topology.notes.push_back("the environment hands hwloc a topology that is not this machine's: memory is not bound");
   }
   const int node_count = hwloc_get_nbobjs_by_type(tree, HWLOC_OBJ_NUMANODE);
@@ -74,7 +69,6 @@ void discover_nodes(Topology& topology, const std::vector<int>& allowed) {
     }
     topology.nodes.push_back(std::move(node));
   }
-  hwloc_topology_destroy(tree);
 }
 
 }  // namespace

@@ -2,6 +2,8 @@
 // inside. SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 #include <oneapi/tbb/global_control.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -150,6 +152,21 @@ TEST_P(CpuPoolContract, NeverMoreThreadsThanItSaysAreInBodiesAtOnce) {
   EXPECT_GE(inside_max.load(), 1);
   EXPECT_LE(inside_max.load(), pool->threads());
   EXPECT_EQ(pool->threads(), std::max(GetParam(), 1));
+}
+
+TEST_P(CpuPoolContract, AForkedChildCanLetGoOfIt) {
+  auto pool = make();
+  parallel_for(*pool, 100, 1, [](std::size_t, std::size_t) {});
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    alarm(20);  // ends a child that hangs
+    pool.reset();
+    _exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
 }
 
 INSTANTIATE_TEST_SUITE_P(Pools, CpuPoolContract, testing::Values(0, 1, 2, 3, 8), [](const auto& chosen) {

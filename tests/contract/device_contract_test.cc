@@ -127,6 +127,29 @@ TEST_P(DeviceContract, AnEventThatWasNeverRecordedIsReachedAndHoldsNobody) {
   stream->synchronize();
 }
 
+TEST_P(DeviceContract, AnEventOfAnotherKindOfDeviceIsRefused) {
+  class ForeignEvent final : public Event {
+    bool reached() const override { return true; }
+    void synchronize() override {}
+  };
+  ForeignEvent foreign;
+  const auto stream = device_->make_stream("s");
+  EXPECT_THROW(stream->record(foreign), UsageError);
+  EXPECT_THROW(stream->wait(foreign), UsageError);
+}
+
+TEST_P(DeviceContract, AStreamMayWaitForItsOwnRecord) {
+  const auto stream = device_->make_stream("s");
+  const auto event = device_->make_event();
+  for (int i = 0; i < 3; ++i) {
+    stream->enqueue([] { std::this_thread::sleep_for(1ms); });
+    stream->record(*event);
+    stream->wait(*event);
+  }
+  stream->synchronize();
+  EXPECT_TRUE(event->reached());
+}
+
 TEST_P(DeviceContract, AWaitHoldsLaterWorkUntilTheRecordIsReached) {
   const auto first = device_->make_stream("first");
   const auto second = device_->make_stream("second");

@@ -6,12 +6,14 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <fstream>
+#include <memory>
 #include <sstream>
 #include <string>
 
@@ -97,6 +99,26 @@ TEST(HostSlab, IsNotInheritedNorDumped) {
   if (flags.empty()) GTEST_SKIP() << "/proc/self/smaps has no VmFlags here";
   EXPECT_THAT(flags, HasSubstr(" dc"));  // do not copy on fork
   EXPECT_THAT(flags, HasSubstr(" dd"));  // do not dump
+}
+
+// The child's memory may have taken the slab's place: giving back the slab there must not take that away.
+TEST(HostSlab, InAForkedChildItGivesNothingBack) {
+  auto slab = std::make_unique<HostSlab>(HostSlabOptions{.bytes = 4 * kMiB});
+  void* const place = slab->memory().data();
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    alarm(20);  // ends a child that hangs
+    auto* const own = static_cast<volatile char*>(
+        mmap(place, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0));
+    if (own == MAP_FAILED) _exit(2);
+    *own = 1;
+    slab.reset();
+    _exit(*own == 1 ? 0 : 3);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
 }
 
 TEST(HostSlab, GrowsTheResidentSetByThePlannedBytesAndGivesThemBack) {

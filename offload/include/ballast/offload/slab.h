@@ -49,6 +49,7 @@ class HostSlab {
  private:
   std::span<std::byte> memory_;
   std::uint64_t mapped_bytes_ = 0;
+  int owner_process_ = 0;
   std::string_view page_kind_;
   std::vector<std::string> notes_;
   std::vector<Range> ranges_;
