@@ -24,7 +24,8 @@ void* Stream::native_handle() const {
 
 // --- leases ----------------------------------------------------------------------------------------------------------
 
-ParameterLease::ParameterLease(ParameterLease&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)), id_(other.id_) {}
+ParameterLease::ParameterLease(ParameterLease&& other) noexcept
+    : engine_(std::exchange(other.engine_, nullptr)), id_(other.id_) {}
 
 ParameterLease& ParameterLease::operator=(ParameterLease&& other) noexcept {
   if (this != &other) {
@@ -59,7 +60,8 @@ void ParameterLease::release() {
   std::exchange(engine_, nullptr)->release_parameters(id_, nullptr);
 }
 
-GradientLease::GradientLease(GradientLease&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)), id_(other.id_) {}
+GradientLease::GradientLease(GradientLease&& other) noexcept
+    : engine_(std::exchange(other.engine_, nullptr)), id_(other.id_) {}
 
 GradientLease& GradientLease::operator=(GradientLease&& other) noexcept {
   if (this != &other) {
@@ -157,7 +159,9 @@ Engine::Engine(Engine&&) noexcept = default;
 UnitId Engine::add_unit(std::string name, std::vector<ParameterSpec> parameters) {
   return implementation_->add_unit(std::move(name), std::move(parameters));
 }
-ParameterId Engine::parameter(UnitId unit, std::string_view name) const { return implementation_->parameter(unit, name); }
+ParameterId Engine::parameter(UnitId unit, std::string_view name) const {
+  return implementation_->parameter(unit, name);
+}
 void Engine::expect_order(std::vector<ExpectedAccess> accesses, int micro_batches) {
   implementation_->expect_order(std::move(accesses), micro_batches);
 }
@@ -171,7 +175,8 @@ void Engine::settle() { implementation_->settle(); }
 void Engine::read(ParameterId id, std::int64_t first_element, std::span<float> values) {
   implementation_->read(id, first_element, values);
 }
-void Engine::read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg, std::span<float> exp_avg_sq) {
+void Engine::read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg,
+                          std::span<float> exp_avg_sq) {
   implementation_->read_moments(id, first_element, exp_avg, exp_avg_sq);
 }
 std::uint64_t Engine::step_count(ParameterId id) { return implementation_->step_count(id); }

@@ -1,8 +1,11 @@
-// EngineImplementation: what stands behind the public classes. Registers units, keeps the trainer's side of the contract
-// (steps, passes, leases), records and follows traces, and tells the scheduler what is expected and what happens. The
-// executor does the rest.
-// SPDX-License-Identifier: Apache-2.0
+// EngineImplementation: what stands behind the public classes. Registers units, keeps the trainer's side of the
+// contract (steps, passes, leases), records and follows traces, and tells the scheduler what is expected and what
+// happens. The executor does the rest. SPDX-License-Identifier: Apache-2.0
 #pragma once
+
+#include <ballast/engine/communicator.h>
+#include <ballast/engine/engine.h>
+#include <ballast/offload/device.h>
 
 #include <atomic>
 #include <deque>
@@ -12,10 +15,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-
-#include <ballast/engine/communicator.h>
-#include <ballast/engine/engine.h>
-#include <ballast/offload/device.h>
 
 #include "executor.h"
 #include "loss_scaler.h"
@@ -73,27 +72,27 @@ class EngineImplementation {
     bool gradient = false;
     bool committed = false;
     bool partial = false;
-    bool last = false;                 // of the step
+    bool last = false;  // of the step
     std::uint32_t generation = 0;
     std::uint32_t index = 0;
     std::uint32_t unit = 0;
     schedule::Index entry = schedule::kNone;
-    std::uint32_t opening = 0;         // the recorder's
+    std::uint32_t opening = 0;  // the recorder's
     std::uint64_t pass = 0;
     offload::Stream* stream = nullptr;
     std::vector<std::uint8_t> absent;  // per parameter, where any is
   };
   struct UnitState {
     bool trainable = false;
-    bool partial_open = false;         // partial commits wait for their last
-    bool updated_eagerly = false;      // in the running step
-    std::vector<std::uint64_t> step_counts;      // per parameter
-    std::vector<std::uint8_t> present;           // per parameter, in the running step
-    std::unique_ptr<bool[]> contributes;         // per chunk, scratch of a commit
+    bool partial_open = false;               // partial commits wait for their last
+    bool updated_eagerly = false;            // in the running step
+    std::vector<std::uint64_t> step_counts;  // per parameter
+    std::vector<std::uint8_t> present;       // per parameter, in the running step
+    std::unique_ptr<bool[]> contributes;     // per chunk, scratch of a commit
   };
   struct Expected {
     schedule::Index entry;
-    std::uint64_t pass;                // serial
+    std::uint64_t pass;  // serial
     std::size_t index;
   };
   struct RunningStep {
@@ -101,7 +100,7 @@ class EngineImplementation {
     bool decided = false;
     bool finished_backward = false;
     StepOptions options;
-    int covered = 0;                   // micro-batches of ended passes
+    int covered = 0;  // micro-batches of ended passes
     GradientNorm norm;
   };
   struct RunningPass {
@@ -124,10 +123,10 @@ class EngineImplementation {
   std::uint64_t place_on_demand(std::uint32_t unit, bool gradient);
   void drop_expected();
   void sync_expected();
-  int next_micro_batches() const { return pass_.options.micro_batches; }   // of the pass after this: as this one
+  int next_micro_batches() const { return pass_.options.micro_batches; }  // of the pass after this: as this one
   void top_up();
-  schedule::Index append(std::uint32_t unit, bool gradient, std::uint64_t offset, const engine::Trace* trace, std::size_t index,
-                         bool next_step, bool last_pass, bool leased);
+  schedule::Index append(std::uint32_t unit, bool gradient, std::uint64_t offset, const engine::Trace* trace,
+                         std::size_t index, bool next_step, bool last_pass, bool leased);
   void force_updates(Lock& lock, std::uint32_t unit);
   bool last_pass_of_step() const;
 
@@ -154,24 +153,24 @@ class EngineImplementation {
   bool initialized_ = false;
   engine::Plan plan_;
   std::vector<UnitState> units_;
-  std::vector<std::uint8_t> chunk_contributed_;   // in the running step
+  std::vector<std::uint8_t> chunk_contributed_;  // in the running step
   engine::LossScaler loss_scaler_;
 
   std::vector<std::unique_ptr<offload::Stream>> streams_;
   std::unique_ptr<engine::Executor> executor_;
-  std::deque<Lease> leases_;          // addresses stay
+  std::deque<Lease> leases_;  // addresses stay
   std::vector<std::uint32_t> free_leases_;
   std::uint32_t commits_pending_ = 0;
 
   RunningStep step_;
   RunningPass pass_;
   std::map<std::pair<Pass, std::uint64_t>, engine::Trace> traces_;
-  engine::Trace* trace_ = nullptr;        // of the running pass, or of the last one
-  engine::Trace* next_trace_ = nullptr;   // expected for the pass after it
-  bool following_ = false;                // the running pass keeps to trace_
-  std::size_t position_ = 0;              // next opening of trace_
+  engine::Trace* trace_ = nullptr;       // of the running pass, or of the last one
+  engine::Trace* next_trace_ = nullptr;  // expected for the pass after it
+  bool following_ = false;               // the running pass keeps to trace_
+  std::size_t position_ = 0;             // next opening of trace_
   std::deque<Expected> expected_;
-  std::uint64_t ahead_pass_ = 0;          // where to append next: pass serial and opening
+  std::uint64_t ahead_pass_ = 0;  // where to append next: pass serial and opening
   std::size_t ahead_index_ = 0;
   std::uint64_t cancellations_seen_ = 0;
   std::pair<Pass, std::uint64_t> last_train_{Pass::train, 0};

@@ -1,10 +1,10 @@
 // Leases: opening units on the device, releasing them, committing gradients; and what that does on a stream.
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
-#include <cstring>
-
 #include <ballast/base/check.h>
 #include <ballast/base/size.h>
+
+#include <algorithm>
+#include <cstring>
 
 #include "engine_implementation.h"
 
@@ -18,7 +18,8 @@ using schedule::kNone;
 
 // --- lease records ---------------------------------------------------------------------------------------------------
 
-std::uint64_t EngineImplementation::new_lease(std::uint32_t unit, bool gradient, schedule::Index entry, offload::Stream* stream) {
+std::uint64_t EngineImplementation::new_lease(std::uint32_t unit, bool gradient, schedule::Index entry,
+                                              offload::Stream* stream) {
   if (free_leases_.empty()) {
     free_leases_.push_back(static_cast<std::uint32_t>(leases_.size()));
     leases_.emplace_back();
@@ -65,8 +66,9 @@ std::uint64_t EngineImplementation::place_on_demand(std::uint32_t unit, bool gra
   schedule::Scheduler& scheduler = executor_->scheduler();
   const UnitLayout& layout = plan_.layout.units[unit];
   const bool on_device = layout.chunk_count > 0 && plan_.placement[layout.first_chunk].parameters == Tier::device;
-  const std::uint64_t bytes = gradient ? layout.gradient_elements * element_bytes(config_.precision.gradients)
-                              : on_device ? 0 : layout.device_bytes;
+  const std::uint64_t bytes = gradient    ? layout.gradient_elements * element_bytes(config_.precision.gradients)
+                              : on_device ? 0
+                                          : layout.device_bytes;
   const std::uint64_t window = plan_.device_window_bytes;
   std::uint64_t copy = 0;
   if (bytes == 0) return 0;
@@ -87,8 +89,9 @@ std::uint64_t EngineImplementation::place_on_demand(std::uint32_t unit, bool gra
     }
   }
   throw PlanError("unit " + layout.name + " needs " + base::format_size(bytes) + " of device memory for its " +
-                  (gradient ? "gradients" : "parameters") + " beside what is held now, and the window of open units is " +
-                  base::format_size(window) + "; release units earlier or raise budget.device");
+                  (gradient ? "gradients" : "parameters") +
+                  " beside what is held now, and the window of open units is " + base::format_size(window) +
+                  "; release units earlier or raise budget.device");
 }
 
 schedule::Index EngineImplementation::open(Lock& lock, std::uint32_t unit, bool gradient) {
@@ -115,13 +118,15 @@ schedule::Index EngineImplementation::open(Lock& lock, std::uint32_t unit, bool 
   if (following_) {
     ++position_;
     offset = trace_->offsets[index];
-    const bool expected = !expected_.empty() && expected_.front().pass == pass_.serial && expected_.front().index == index;
+    const bool expected =
+        !expected_.empty() && expected_.front().pass == pass_.serial && expected_.front().index == index;
     const schedule::Index entry = expected ? expected_.front().entry : kNone;
     const std::uint64_t bytes = scheduler.opening_bytes(unit, gradient);
     // What the caller still holds where this should go, against the trace, must not be waited for.
     const schedule::Index held = scheduler.overlapping(offset, bytes, entry, true);
     std::uint64_t copy = 0;
-    const bool shared = held != kNone && !gradient && scheduler.entry_unit(held) == unit && scheduler.copy_offset(unit, &copy) && copy == offset;
+    const bool shared = held != kNone && !gradient && scheduler.entry_unit(held) == unit &&
+                        scheduler.copy_offset(unit, &copy) && copy == offset;
     if (held != kNone && !shared) {
       drop_expected();
       on_demand = true;
@@ -159,9 +164,10 @@ ParameterLease EngineImplementation::acquire(UnitId unit, Stream stream) {
   if (!pass_.active) throw UsageError("Engine::acquire outside a pass; Step::begin_pass or Engine::begin_pass first");
   Lock lock(executor_->mutex());
   if (units_[unit.index].updated_eagerly && pass_.options.kind == Pass::train) {
-    throw UsageError("unit " + plan_.layout.units[unit.index].name +
-                     " has been updated in this step already (optimizer.timing eager); acquire it before its last gradient is "
-                     "committed");
+    throw UsageError(
+        "unit " + plan_.layout.units[unit.index].name +
+        " has been updated in this step already (optimizer.timing eager); acquire it before its last gradient is "
+        "committed");
   }
   ++acquires_;
   const schedule::Index entry = open(lock, unit.index, false);
@@ -183,11 +189,13 @@ GradientLease EngineImplementation::gradients(UnitId unit, Stream stream) {
   offload::Stream& on = stream_of(stream);
   if (!pass_.active || pass_.options.kind != Pass::train) throw UsageError("Engine::gradients outside a training pass");
   UnitState& state = units_[unit.index];
-  if (!state.trainable) throw UsageError("unit " + plan_.layout.units[unit.index].name + " is frozen and takes no gradients");
+  if (!state.trainable)
+    throw UsageError("unit " + plan_.layout.units[unit.index].name + " is frozen and takes no gradients");
   Lock lock(executor_->mutex());
   if (state.updated_eagerly) {
-    throw UsageError("unit " + plan_.layout.units[unit.index].name +
-                     " has had its last gradient of this step; contributions before it are committed with commit_partial");
+    throw UsageError(
+        "unit " + plan_.layout.units[unit.index].name +
+        " has had its last gradient of this step; contributions before it are committed with commit_partial");
   }
   // The gradient of the step before is consumed by its update; it must not be overwritten before.
   if (executor_->scheduler().unit_update_due(unit.index)) force_updates(lock, unit.index);
@@ -223,7 +231,8 @@ Tensor EngineImplementation::parameter_tensor(std::uint64_t id, ParameterId para
   const ParameterLayout& layout = parameter_layout(parameter);
   const Lock lock(executor_->mutex());
   const Lease& lease = lease_of(id);
-  if (parameter.unit != lease.unit) throw UsageError("parameter " + layout.name + " belongs to another unit than this lease");
+  if (parameter.unit != lease.unit)
+    throw UsageError("parameter " + layout.name + " belongs to another unit than this lease");
   const UnitLayout& unit = plan_.layout.units[lease.unit];
   std::byte* base = executor_->window() + executor_->scheduler().device_offset(lease.entry);
   if (unit.chunk_count > 0 && plan_.placement[unit.first_chunk].parameters == Tier::device) {
@@ -236,11 +245,12 @@ Tensor EngineImplementation::gradient_tensor(std::uint64_t id, ParameterId param
   const ParameterLayout& layout = parameter_layout(parameter);
   const Lock lock(executor_->mutex());
   const Lease& lease = lease_of(id);
-  if (parameter.unit != lease.unit) throw UsageError("parameter " + layout.name + " belongs to another unit than this lease");
+  if (parameter.unit != lease.unit)
+    throw UsageError("parameter " + layout.name + " belongs to another unit than this lease");
   if (!layout.trainable) throw UsageError("parameter " + layout.name + " is frozen and takes no gradient");
   std::byte* const scratch = executor_->window() + executor_->scheduler().device_offset(lease.entry);
-  return {scratch + layout.begin * element_bytes(config_.precision.gradients), config_.precision.gradients, layout.shape,
-          static_cast<std::int64_t>(layout.elements)};
+  return {scratch + layout.begin * element_bytes(config_.precision.gradients), config_.precision.gradients,
+          layout.shape, static_cast<std::int64_t>(layout.elements)};
 }
 
 void EngineImplementation::wait_parameters(std::uint64_t id) {
@@ -278,7 +288,8 @@ void EngineImplementation::mark_absent(std::uint64_t id, ParameterId parameter) 
   const ParameterLayout& layout = parameter_layout(parameter);
   const Lock lock(executor_->mutex());
   Lease& lease = lease_of(id);
-  if (parameter.unit != lease.unit) throw UsageError("parameter " + layout.name + " belongs to another unit than this lease");
+  if (parameter.unit != lease.unit)
+    throw UsageError("parameter " + layout.name + " belongs to another unit than this lease");
   if (!layout.trainable) throw UsageError("parameter " + layout.name + " is frozen and takes no gradient");
   lease.absent.resize(plan_.layout.units[lease.unit].parameters.size(), 0);
   lease.absent[parameter.index] = 1;
@@ -294,9 +305,10 @@ void EngineImplementation::commit_gradients(std::uint64_t id, Stream stream, boo
       const std::string& name = plan_.layout.units[lease.unit].name;
       lock.unlock();
       discard_gradients(id);
-      throw UsageError("unit " + name +
-                       " contributes more than once in this step; with optimizer.timing eager, memory for its sum is planned at "
-                       "commit: declare the order with Engine::expect_order before it");
+      throw UsageError(
+          "unit " + name +
+          " contributes more than once in this step; with optimizer.timing eager, memory for its sum is planned at "
+          "commit: declare the order with Engine::expect_order before it");
     }
     lease.committed = true;
     lease.partial = partial;
@@ -310,7 +322,9 @@ void EngineImplementation::commit_gradients(std::uint64_t id, Stream stream, boo
   on.call({&EngineImplementation::on_commit, this, id});
 }
 
-void EngineImplementation::on_commit(void* self, std::uint64_t id) { static_cast<EngineImplementation*>(self)->committed(id); }
+void EngineImplementation::on_commit(void* self, std::uint64_t id) {
+  static_cast<EngineImplementation*>(self)->committed(id);
+}
 
 // On a stream, after the work that wrote the gradients.
 void EngineImplementation::committed(std::uint64_t id) {
@@ -325,7 +339,8 @@ void EngineImplementation::committed(std::uint64_t id) {
     std::byte* const scratch = executor_->window() + scheduler.device_offset(lease.entry);
     lock.unlock();
     for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
-      if (lease.absent[p]) std::memset(scratch + unit.parameters[p].begin * bytes, 0, unit.parameters[p].elements * bytes);
+      if (lease.absent[p])
+        std::memset(scratch + unit.parameters[p].begin * bytes, 0, unit.parameters[p].elements * bytes);
     }
     lock.lock();
   }

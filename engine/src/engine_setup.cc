@@ -1,13 +1,13 @@
 // Before the first step: units, commit, initial values; and reading values back.
 // SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/check.h>
+#include <ballast/base/size.h>
+#include <ballast/kernels/convert.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-
-#include <ballast/base/check.h>
-#include <ballast/base/size.h>
-#include <ballast/kernels/convert.h>
 
 #include "engine_implementation.h"
 
@@ -25,7 +25,8 @@ namespace {
 class ExtentBuffer {
  public:
   explicit ExtentBuffer(std::uint64_t bytes)
-      : data_(static_cast<std::byte*>(std::aligned_alloc(kAlignment, base::round_up(std::max<std::uint64_t>(bytes, 1), kAlignment)))) {
+      : data_(static_cast<std::byte*>(
+            std::aligned_alloc(kAlignment, base::round_up(std::max<std::uint64_t>(bytes, 1), kAlignment)))) {
     if (data_ == nullptr) throw PlanError("no memory for a buffer of " + base::format_size(bytes));
   }
   ~ExtentBuffer() { std::free(data_); }
@@ -56,7 +57,9 @@ void to_states(const ChunkLayout& chunk, const float* values, std::byte* extent)
       kernels::fp32_to_fp16(values, parameter, chunk.elements);
       if (chunk.master_bytes > 0) std::memcpy(master, values, chunk.elements * 4);
       break;
-    case DataType::fp32: std::memcpy(extent, values, chunk.elements * 4); break;
+    case DataType::fp32:
+      std::memcpy(extent, values, chunk.elements * 4);
+      break;
   }
 }
 
@@ -74,7 +77,9 @@ void to_values(const ChunkLayout& chunk, const std::byte* extent, float* values)
         kernels::fp16_to_fp32(parameter, values, chunk.elements);
       }
       break;
-    case DataType::fp32: std::memcpy(values, extent, chunk.elements * 4); break;
+    case DataType::fp32:
+      std::memcpy(values, extent, chunk.elements * 4);
+      break;
   }
 }
 
@@ -98,7 +103,7 @@ EngineImplementation::EngineImplementation(const Config& config, EngineEnvironme
 
 EngineImplementation::~EngineImplementation() {
   if (executor_) executor_->begin_closing();
-  streams_.clear();   // drains the trainer's work while all memory is still there
+  streams_.clear();  // drains the trainer's work while all memory is still there
   executor_.reset();
 }
 
@@ -182,14 +187,15 @@ void EngineImplementation::commit() {
     }
   }
   const auto& placement = config_.placement;
-  const bool may_use_nvme = placement.automatic || placement.parameters == Tier::nvme || placement.optimizer == Tier::nvme;
+  const bool may_use_nvme =
+      placement.automatic || placement.parameters == Tier::nvme || placement.optimizer == Tier::nvme;
   if (may_use_nvme) {
     // A budget that cannot work is refused before any directory is touched.
     engine::make_plan(specs_, config_, inputs);
     try {
       inputs.alignment_bytes = std::max<std::uint64_t>(4096, io::ChunkStore::probe_alignment_bytes(config_.nvme.paths));
     } catch (const IoError&) {
-      if (!placement.automatic) throw;   // automatic placement may do without; where it cannot, opening says why
+      if (!placement.automatic) throw;  // automatic placement may do without; where it cannot, opening says why
     }
   }
   plan_ = engine::make_plan(specs_, config_, inputs);
@@ -208,7 +214,8 @@ void EngineImplementation::commit() {
   std::uint64_t jobs = 0;
   std::uint64_t most_chunks = 0;
   for (const engine::TraceOpening& opening : inputs.openings) jobs += plan_.layout.units[opening.unit].chunk_count;
-  for (const UnitLayout& unit : plan_.layout.units) most_chunks = std::max<std::uint64_t>(most_chunks, unit.chunk_count);
+  for (const UnitLayout& unit : plan_.layout.units)
+    most_chunks = std::max<std::uint64_t>(most_chunks, unit.chunk_count);
   limits.entries = static_cast<schedule::Index>(2 * inputs.openings.size() + 64);
   limits.jobs = static_cast<schedule::Index>(3 * jobs + 6 * most_chunks + 64);
 
@@ -264,13 +271,14 @@ void EngineImplementation::initialize(const Engine::Fill& fill) {
 // Calls visit(chunk, segment, first, count, done) for the parts of a parameter's range: `count` elements from `first`
 // within the segment, the done-th of the range onward.
 template <class Visit>
-void EngineImplementation::visit_elements(ParameterId id, std::int64_t first_element, std::size_t count, const Visit& visit) {
+void EngineImplementation::visit_elements(ParameterId id, std::int64_t first_element, std::size_t count,
+                                          const Visit& visit) {
   require_initialized();
   const ParameterLayout& parameter = parameter_layout(id);
   const auto begin = static_cast<std::uint64_t>(first_element);
   if (first_element < 0 || begin > parameter.elements || count > parameter.elements - begin) {
-    throw UsageError("elements " + std::to_string(first_element) + " to " + std::to_string(begin + count) + " of parameter " +
-                     parameter.name + ", which has " + std::to_string(parameter.elements));
+    throw UsageError("elements " + std::to_string(first_element) + " to " + std::to_string(begin + count) +
+                     " of parameter " + parameter.name + ", which has " + std::to_string(parameter.elements));
   }
   {
     Lock lock(executor_->mutex());
@@ -300,34 +308,39 @@ void EngineImplementation::read(ParameterId id, std::int64_t first_element, std:
   require_committed();
   ExtentBuffer extent(most_chunk_bytes(plan_.layout));
   std::vector<float> whole;
-  visit_elements(id, first_element, values.size(), [&](std::uint32_t c, std::uint64_t first, std::uint64_t count, std::uint64_t done) {
-    const ChunkLayout& chunk = plan_.layout.chunks[c];
-    executor_->load_chunk(c, extent.data());
-    whole.resize(chunk.elements);
-    to_values(chunk, extent.data(), whole.data());
-    std::copy_n(whole.begin() + static_cast<std::ptrdiff_t>(first), count, values.begin() + static_cast<std::ptrdiff_t>(done));
-  });
+  visit_elements(id, first_element, values.size(),
+                 [&](std::uint32_t c, std::uint64_t first, std::uint64_t count, std::uint64_t done) {
+                   const ChunkLayout& chunk = plan_.layout.chunks[c];
+                   executor_->load_chunk(c, extent.data());
+                   whole.resize(chunk.elements);
+                   to_values(chunk, extent.data(), whole.data());
+                   std::copy_n(whole.begin() + static_cast<std::ptrdiff_t>(first), count,
+                               values.begin() + static_cast<std::ptrdiff_t>(done));
+                 });
 }
 
 void EngineImplementation::read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg,
                                         std::span<float> exp_avg_sq) {
   require_committed();
   if (exp_avg.size() != exp_avg_sq.size()) throw UsageError("read_moments wants two spans of one length");
-  if (!parameter_layout(id).trainable) throw UsageError("parameter " + parameter_layout(id).name + " is frozen and has no moments");
+  if (!parameter_layout(id).trainable)
+    throw UsageError("parameter " + parameter_layout(id).name + " is frozen and has no moments");
   ExtentBuffer extent(most_chunk_bytes(plan_.layout));
-  visit_elements(id, first_element, exp_avg.size(), [&](std::uint32_t c, std::uint64_t first, std::uint64_t count, std::uint64_t done) {
-    const ChunkLayout& chunk = plan_.layout.chunks[c];
-    executor_->load_chunk(c, extent.data());
-    const std::byte* moments = extent.data() + chunk.parameter_bytes + chunk.master_bytes;
-    for (std::span<float> out : {exp_avg, exp_avg_sq}) {
-      if (config_.precision.moments == MomentType::fp32) {
-        std::memcpy(out.data() + done, moments + first * 4, count * 4);
-      } else {
-        kernels::bf16_to_fp32(reinterpret_cast<const std::uint16_t*>(moments) + first, out.data() + done, count);
-      }
-      moments += chunk.moment_bytes;
-    }
-  });
+  visit_elements(id, first_element, exp_avg.size(),
+                 [&](std::uint32_t c, std::uint64_t first, std::uint64_t count, std::uint64_t done) {
+                   const ChunkLayout& chunk = plan_.layout.chunks[c];
+                   executor_->load_chunk(c, extent.data());
+                   const std::byte* moments = extent.data() + chunk.parameter_bytes + chunk.master_bytes;
+                   for (std::span<float> out : {exp_avg, exp_avg_sq}) {
+                     if (config_.precision.moments == MomentType::fp32) {
+                       std::memcpy(out.data() + done, moments + first * 4, count * 4);
+                     } else {
+                       kernels::bf16_to_fp32(reinterpret_cast<const std::uint16_t*>(moments) + first, out.data() + done,
+                                             count);
+                     }
+                     moments += chunk.moment_bytes;
+                   }
+                 });
 }
 
 std::uint64_t EngineImplementation::step_count(ParameterId id) const {

@@ -1,10 +1,10 @@
 // Steps and passes: what is declared, what is expected next, when updates are decided.
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
-#include <cmath>
-
 #include <ballast/base/check.h>
 #include <ballast/kernels/reduce.h>
+
+#include <algorithm>
+#include <cmath>
 
 #include "engine_implementation.h"
 
@@ -21,9 +21,11 @@ Step EngineImplementation::begin_step(StepOptions options) {
   require_initialized();
   if (step_.active) throw UsageError("the step before has neither been updated nor discarded");
   if (pass_.active) throw UsageError("a pass is still open");
-  if (options.micro_batches < 1) throw UsageError("micro_batches is " + std::to_string(options.micro_batches) + "; at least 1");
+  if (options.micro_batches < 1)
+    throw UsageError("micro_batches is " + std::to_string(options.micro_batches) + "; at least 1");
   const auto check_rate = [](double value, const char* what) {
-    if (!std::isfinite(value) || value < 0) throw UsageError(std::string(what) + " is " + std::to_string(value) + "; finite and not negative");
+    if (!std::isfinite(value) || value < 0)
+      throw UsageError(std::string(what) + " is " + std::to_string(value) + "; finite and not negative");
   };
   if (options.learning_rate) check_rate(*options.learning_rate, "learning_rate");
   for (const GroupRate& rate : options.group_rates) {
@@ -33,8 +35,9 @@ Step EngineImplementation::begin_step(StepOptions options) {
   if (plan_.timing == Timing::eager && options.micro_batches > 1 && expected_micro_batches_ == 1) {
     for (std::size_t u = 0; u < units_.size(); ++u) {
       if (units_[u].trainable && !plan_.stored_gradients[u]) {
-        throw UsageError("with optimizer.timing eager, memory for sums over micro-batches is planned at commit: declare " +
-                         std::to_string(options.micro_batches) + " micro-batches with Engine::expect_order before it");
+        throw UsageError(
+            "with optimizer.timing eager, memory for sums over micro-batches is planned at commit: declare " +
+            std::to_string(options.micro_batches) + " micro-batches with Engine::expect_order before it");
       }
     }
   }
@@ -65,8 +68,8 @@ GradientNorm EngineImplementation::finish_backward() {
   if (pass_.active) throw UsageError("finish_backward while a pass is open; end it first");
   if (step_.finished_backward) return step_.norm;
   if (step_.covered != step_.options.micro_batches) {
-    throw UsageError("the step declared " + std::to_string(step_.options.micro_batches) + " micro-batches and its passes covered " +
-                     std::to_string(step_.covered));
+    throw UsageError("the step declared " + std::to_string(step_.options.micro_batches) +
+                     " micro-batches and its passes covered " + std::to_string(step_.covered));
   }
   for (const auto& stream : streams_) stream->synchronize();
   Lock lock(executor_->mutex());
@@ -146,9 +149,9 @@ void EngineImplementation::prepare_update(std::uint32_t unit, double gradient_sc
     update.present[p] = state.present[p];
     if (!state.present[p]) continue;
     const int group = layout.parameters[p].group;
-    const kernels::AdamHyperparameters hyperparameters{learning_rate(group),      config_.optimizer.beta1,
-                                                       config_.optimizer.beta2,   config_.optimizer.epsilon,
-                                                       weight_decay(group),       config_.optimizer.type == "adamw"};
+    const kernels::AdamHyperparameters hyperparameters{learning_rate(group),    config_.optimizer.beta1,
+                                                       config_.optimizer.beta2, config_.optimizer.epsilon,
+                                                       weight_decay(group),     config_.optimizer.type == "adamw"};
     update.scalars[p] = kernels::adam_scalars(hyperparameters, ++state.step_counts[p], gradient_scale);
   }
 }
@@ -190,8 +193,9 @@ void EngineImplementation::discard() {
   if (!step_.active) throw UsageError("no step is running");
   if (pass_.active) throw UsageError("Step::discard while a pass is open; end it first");
   if (plan_.timing == Timing::eager) {
-    throw UsageError("with optimizer.timing eager the step has been applied as its gradients came and cannot be discarded; "
-                     "use just_in_time or after_backward");
+    throw UsageError(
+        "with optimizer.timing eager the step has been applied as its gradients came and cannot be discarded; "
+        "use just_in_time or after_backward");
   }
   const bool overflow = step_.finished_backward && !step_.norm.finite;
   abandon_step();
@@ -217,8 +221,9 @@ void EngineImplementation::abandon_step() noexcept {
     for (UnitState& unit : units_) {
       unit.partial_open = false;
       if (!unit.updated_eagerly) continue;
-      throw UsageError("a step with optimizer.timing eager was left after some of its updates had been made; it is half "
-                       "applied, and only a committed state can go on");
+      throw UsageError(
+          "a step with optimizer.timing eager was left after some of its updates had been made; it is half "
+          "applied, and only a committed state can go on");
     }
     ++steps_discarded_;
     scheduler.decide(false);
@@ -235,14 +240,17 @@ void EngineImplementation::abandon_step() noexcept {
 PassScope EngineImplementation::begin_pass(PassOptions options, bool within_step) {
   require_initialized();
   if (pass_.active) throw UsageError("a pass is still open; end it before the next");
-  if (options.kind == Pass::train && !within_step) throw UsageError("a training pass belongs to a step: Step::begin_pass");
+  if (options.kind == Pass::train && !within_step)
+    throw UsageError("a training pass belongs to a step: Step::begin_pass");
   if (within_step && !step_.active) throw UsageError("this step is over");
   if (!within_step && step_.active) throw UsageError("a step is running: Step::begin_pass");
-  if (options.micro_batches < 1) throw UsageError("micro_batches is " + std::to_string(options.micro_batches) + "; at least 1");
-  if (options.kind == Pass::train && step_.finished_backward) throw UsageError("a training pass after Step::finish_backward");
+  if (options.micro_batches < 1)
+    throw UsageError("micro_batches is " + std::to_string(options.micro_batches) + "; at least 1");
+  if (options.kind == Pass::train && step_.finished_backward)
+    throw UsageError("a training pass after Step::finish_backward");
   if (options.kind == Pass::train && step_.covered + options.micro_batches > step_.options.micro_batches) {
-    throw UsageError("the step declared " + std::to_string(step_.options.micro_batches) + " micro-batches; its passes would cover " +
-                     std::to_string(step_.covered + options.micro_batches));
+    throw UsageError("the step declared " + std::to_string(step_.options.micro_batches) +
+                     " micro-batches; its passes would cover " + std::to_string(step_.covered + options.micro_batches));
   }
   Lock lock(executor_->mutex());
   executor_->check(lock);
@@ -306,7 +314,8 @@ void EngineImplementation::end_pass() {
 }
 
 bool EngineImplementation::last_pass_of_step() const {
-  return step_.active && pass_.options.kind == Pass::train && step_.covered + pass_.options.micro_batches == step_.options.micro_batches;
+  return step_.active && pass_.options.kind == Pass::train &&
+         step_.covered + pass_.options.micro_batches == step_.options.micro_batches;
 }
 
 // --- what is expected ------------------------------------------------------------------------------------------------
@@ -325,8 +334,9 @@ void EngineImplementation::sync_expected() {
   ahead_index_ = pass_.active ? position_ : 0;
 }
 
-schedule::Index EngineImplementation::append(std::uint32_t unit, bool gradient, std::uint64_t offset, const Trace* trace, std::size_t index,
-                                             bool next_step, bool last_pass, bool leased) {
+schedule::Index EngineImplementation::append(std::uint32_t unit, bool gradient, std::uint64_t offset,
+                                             const Trace* trace, std::size_t index, bool next_step, bool last_pass,
+                                             bool leased) {
   schedule::Scheduler& scheduler = executor_->scheduler();
   const bool eager = plan_.timing == Timing::eager && trace != nullptr && last_pass;
   if (gradient) return scheduler.append_gradients(unit, offset, eager && trace->queues_update[index], leased);
@@ -360,7 +370,7 @@ void EngineImplementation::top_up() {
       if (trace == nullptr || ahead_index_ >= trace->openings.size()) return;
       const bool training = pass_.active && pass_.options.kind == Pass::train;
       if (step_.active) {
-        if (pass_.active && !training) return;   // an evaluation within a step: what follows is not known
+        if (pass_.active && !training) return;  // an evaluation within a step: what follows is not known
         const int covered = step_.covered + (training ? pass_.options.micro_batches : 0);
         next_step = covered >= step_.options.micro_batches;
         last_pass = !next_step && covered + next_micro_batches() >= step_.options.micro_batches;
@@ -371,8 +381,8 @@ void EngineImplementation::top_up() {
       if (next_step) last_pass = next_micro_batches() >= expected_step_micro_batches_;
     }
     const engine::TraceOpening& opening = trace->openings[ahead_index_];
-    const schedule::Index entry = append(opening.unit, opening.gradient, trace->offsets[ahead_index_], trace, ahead_index_, next_step,
-                                         last_pass, false);
+    const schedule::Index entry = append(opening.unit, opening.gradient, trace->offsets[ahead_index_], trace,
+                                         ahead_index_, next_step, last_pass, false);
     if (entry == schedule::kNone) return;
     expected_.push_back({entry, ahead_pass_, ahead_index_});
     ++ahead_index_;

@@ -2,17 +2,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "executor.h"
 
-#include <algorithm>
-#include <chrono>
-#include <cmath>
-#include <cstring>
-
 #include <ballast/base/check.h>
 #include <ballast/base/error.h>
 #include <ballast/base/random.h>
 #include <ballast/base/size.h>
 #include <ballast/kernels/reduce.h>
 #include <ballast/offload/topology.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
 
 namespace ballast::engine {
 
@@ -26,9 +26,12 @@ namespace {
 
 schedule::Tier to_schedule(Tier tier) {
   switch (tier) {
-    case Tier::device: return schedule::Tier::device;
-    case Tier::host: return schedule::Tier::host;
-    case Tier::nvme: break;
+    case Tier::device:
+      return schedule::Tier::device;
+    case Tier::host:
+      return schedule::Tier::host;
+    case Tier::nvme:
+      break;
   }
   return schedule::Tier::nvme;
 }
@@ -71,7 +74,8 @@ std::array<std::uint8_t, 16> new_identity() {
   // Tells this run's files from another's; not a secret.
   const auto now = static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
   static std::atomic<std::uint64_t> counter{0};
-  const std::uint64_t words[2] = {base::mix(now), base::mix(now ^ base::mix(reinterpret_cast<std::uintptr_t>(&counter) + ++counter))};
+  const std::uint64_t words[2] = {base::mix(now),
+                                  base::mix(now ^ base::mix(reinterpret_cast<std::uintptr_t>(&counter) + ++counter))};
   std::array<std::uint8_t, 16> identity;
   std::memcpy(identity.data(), words, sizeof words);
   return identity;
@@ -85,7 +89,8 @@ io::Backend to_backend(const std::string& name) {
 
 std::uint64_t Executor::now_ns() {
   return static_cast<std::uint64_t>(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count());
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+          .count());
 }
 
 Executor::Executor(const Plan& plan, const Config& config, offload::Device& device, const schedule::Limits& limits,
@@ -93,8 +98,10 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
     : plan_(plan),
       device_(device),
       log_(std::move(log)),
-      gradient_type_(config.precision.gradients == DataType::bf16 ? kernels::ElementType::bf16 : kernels::ElementType::fp32),
-      moment_type_(config.precision.moments == MomentType::bf16 ? kernels::ElementType::bf16 : kernels::ElementType::fp32),
+      gradient_type_(config.precision.gradients == DataType::bf16 ? kernels::ElementType::bf16
+                                                                  : kernels::ElementType::fp32),
+      moment_type_(config.precision.moments == MomentType::bf16 ? kernels::ElementType::bf16
+                                                                : kernels::ElementType::fp32),
       gradient_bytes_(element_bytes(config.precision.gradients)),
       scheduler_(schedule_chunks(plan, gradient_bytes_), schedule_units(plan, gradient_bytes_), limits) {
   const offload::Topology topology = offload::discover_topology();
@@ -145,7 +152,8 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
     store_ = std::make_unique<io::ChunkStore>(std::move(options));
     std::string reason;
     if (slab_ && !store_->register_memory(slab_->memory(), &reason) && log_) {
-      log_(LogLevel::warning, "host memory is not registered with the drive's queue (" + reason + "); transfers work, slower");
+      log_(LogLevel::warning,
+           "host memory is not registered with the drive's queue (" + reason + "); transfers work, slower");
     }
   }
 
@@ -153,7 +161,8 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
   optimizer_checksums_.resize(plan.layout.chunks.size());
   block_sums_.resize(plan.layout.blocks);
   std::size_t most_segments = 0;
-  for (const ChunkLayout& chunk : plan.layout.chunks) most_segments = std::max<std::size_t>(most_segments, chunk.segment_count);
+  for (const ChunkLayout& chunk : plan.layout.chunks)
+    most_segments = std::max<std::size_t>(most_segments, chunk.segment_count);
   segments_.reserve(most_segments);
   for (const UnitLayout& unit : plan.layout.units) {
     updates_.push_back({std::vector<kernels::AdamScalars>(unit.parameters.size()),
@@ -191,9 +200,9 @@ Executor::~Executor() {
   }
   cpu_changed_.notify_all();
   cpu_thread_.join();
-  copy_in_.reset();    // drains
+  copy_in_.reset();  // drains
   copy_out_.reset();
-  store_.reset();      // cancels, drains
+  store_.reset();  // cancels, drains
 }
 
 void Executor::begin_closing() {
@@ -273,12 +282,17 @@ bool Executor::start_ready() {
 
 Lane Executor::lane_of(Task task) {
   switch (task) {
-    case Task::read: return Lane::nvme_read;
-    case Task::write: return Lane::nvme_write;
-    case Task::copy_in: return Lane::host_to_device;
-    case Task::copy_out: return Lane::device_to_host;
+    case Task::read:
+      return Lane::nvme_read;
+    case Task::write:
+      return Lane::nvme_write;
+    case Task::copy_in:
+      return Lane::host_to_device;
+    case Task::copy_out:
+      return Lane::device_to_host;
     case Task::update:
-    case Task::accumulate: break;
+    case Task::accumulate:
+      break;
   }
   return Lane::cpu;
 }
@@ -289,11 +303,16 @@ std::uint64_t Executor::bytes_of(const Action& action) const {
   switch (action.task) {
     case Task::read:
       return action.job_kind == JobKind::fetch ? chunk.parameter_bytes : plan_.placement[action.chunk].extent_bytes;
-    case Task::write: return plan_.placement[action.chunk].extent_bytes;
-    case Task::copy_in: return chunk.parameter_bytes;
-    case Task::copy_out: return gradient;
-    case Task::update: return 2 * (chunk.parameter_bytes + chunk.optimizer_bytes()) + gradient;
-    case Task::accumulate: break;
+    case Task::write:
+      return plan_.placement[action.chunk].extent_bytes;
+    case Task::copy_in:
+      return chunk.parameter_bytes;
+    case Task::copy_out:
+      return gradient;
+    case Task::update:
+      return 2 * (chunk.parameter_bytes + chunk.optimizer_bytes()) + gradient;
+    case Task::accumulate:
+      break;
   }
   return action.first ? gradient : 3 * gradient;
 }
@@ -325,9 +344,13 @@ void Executor::start(const Action& action) {
   begin_span(lane_of(action.task), bytes_of(action));
   switch (action.task) {
     case Task::read:
-    case Task::write: start_transfer(work); break;
+    case Task::write:
+      start_transfer(work);
+      break;
     case Task::copy_in:
-    case Task::copy_out: start_copy(work); break;
+    case Task::copy_out:
+      start_copy(work);
+      break;
     case Task::update:
     case Task::accumulate: {
       {
@@ -342,10 +365,12 @@ void Executor::start(const Action& action) {
 
 void Executor::finish(Work& work) {
   const Action& action = work.action;
-  static constexpr const char* kNames[schedule::kTaskCount] = {"read", "write", "copy in", "copy out", "update", "accumulate"};
+  static constexpr const char* kNames[schedule::kTaskCount] = {"read",     "write",  "copy in",
+                                                               "copy out", "update", "accumulate"};
   const Lane lane = lane_of(action.task);
   end_span(lane);
-  spans_.add({lane, kNames[static_cast<int>(action.task)], action.unit, action.chunk, work.begin_ns, now_ns(), bytes_of(action)});
+  spans_.add({lane, kNames[static_cast<int>(action.task)], action.unit, action.chunk, work.begin_ns, now_ns(),
+              bytes_of(action)});
   // After a failure nothing may take a half-done task for a finished one.
   if (!failure_) scheduler_.finished(action);
   free_works_.push_back(&work);
@@ -364,9 +389,12 @@ void Executor::post(Work& work) {
 std::byte* Executor::parameter_base(std::uint32_t chunk) const {
   const ChunkPlacement& place = plan_.placement[chunk];
   switch (place.parameters) {
-    case Tier::host: return host_parameters_ + place.parameter_offset;
-    case Tier::device: return device_slab_ + place.parameter_offset;
-    case Tier::nvme: break;
+    case Tier::host:
+      return host_parameters_ + place.parameter_offset;
+    case Tier::device:
+      return device_slab_ + place.parameter_offset;
+    case Tier::nvme:
+      break;
   }
   return nullptr;
 }
@@ -374,9 +402,12 @@ std::byte* Executor::parameter_base(std::uint32_t chunk) const {
 std::byte* Executor::optimizer_base(std::uint32_t chunk) const {
   const ChunkPlacement& place = plan_.placement[chunk];
   switch (place.optimizer) {
-    case Tier::host: return host_optimizer_ + place.optimizer_offset;
-    case Tier::device: return device_slab_ + plan_.device_parameter_bytes + place.optimizer_offset;
-    case Tier::nvme: break;
+    case Tier::host:
+      return host_optimizer_ + place.optimizer_offset;
+    case Tier::device:
+      return device_slab_ + plan_.device_parameter_bytes + place.optimizer_offset;
+    case Tier::nvme:
+      break;
   }
   return nullptr;
 }
@@ -392,10 +423,14 @@ std::byte* Executor::gradient_store(std::uint32_t chunk) const {
 
 std::byte* Executor::slot_address(SlotKind kind, std::uint32_t slot) const {
   switch (kind) {
-    case SlotKind::fetch: return fetch_slots_ + slot * plan_.fetch_slot_bytes;
-    case SlotKind::update: return update_slots_ + slot * plan_.update_slot_bytes;
-    case SlotKind::gradient: return gradient_slots_ + slot * plan_.gradient_slot_bytes;
-    case SlotKind::none: break;
+    case SlotKind::fetch:
+      return fetch_slots_ + slot * plan_.fetch_slot_bytes;
+    case SlotKind::update:
+      return update_slots_ + slot * plan_.update_slot_bytes;
+    case SlotKind::gradient:
+      return gradient_slots_ + slot * plan_.gradient_slot_bytes;
+    case SlotKind::none:
+      break;
   }
   return nullptr;
 }
@@ -422,7 +457,8 @@ offload::ChunkArrays Executor::arrays(const Action& action) const {
   a.master = chunk.master_bytes > 0 ? optimizer : nullptr;
   a.exp_avg = optimizer + chunk.master_bytes;
   a.exp_avg_sq = optimizer + chunk.master_bytes + chunk.moment_bytes;
-  a.gradient = action.gradient_slot != kNone ? slot_address(SlotKind::gradient, action.gradient_slot) : gradient_store(action.chunk);
+  a.gradient = action.gradient_slot != kNone ? slot_address(SlotKind::gradient, action.gradient_slot)
+                                             : gradient_store(action.chunk);
   return a;
 }
 
@@ -433,7 +469,8 @@ void Executor::start_transfer(Work& work) {
   io::Transfer& transfer = work.transfer;
   const bool read = action.task == Task::read;
   transfer.direction = read ? io::Direction::read : io::Direction::write;
-  transfer.priority = action.urgent || (read && action.job_kind == JobKind::fetch) ? io::Priority::high : io::Priority::low;
+  transfer.priority =
+      action.urgent || (read && action.job_kind == JobKind::fetch) ? io::Priority::high : io::Priority::low;
   transfer.chunk = action.chunk;
   transfer.begin_bytes = 0;
   transfer.data = slot_address(action.slot_kind, action.slot);
@@ -452,10 +489,13 @@ void Executor::start_copy(Work& work) {
                       },
                       this, reinterpret_cast<std::uintptr_t>(&work)});
     }
-    copy_in_->copy(window_ + action.device_offset + chunk.device_offset, parameter_address(action), chunk.parameter_bytes);
+    copy_in_->copy(window_ + action.device_offset + chunk.device_offset, parameter_address(action),
+                   chunk.parameter_bytes);
   } else {
-    std::byte* destination = action.slot != kNone ? slot_address(SlotKind::gradient, action.slot) : gradient_store(action.chunk);
-    copy_out_->copy(destination, window_ + action.device_offset + chunk.begin * gradient_bytes_, chunk.elements * gradient_bytes_);
+    std::byte* destination =
+        action.slot != kNone ? slot_address(SlotKind::gradient, action.slot) : gradient_store(action.chunk);
+    copy_out_->copy(destination, window_ + action.device_offset + chunk.begin * gradient_bytes_,
+                    chunk.elements * gradient_bytes_);
   }
   offload::Stream& stream = action.task == Task::copy_in ? *copy_in_ : *copy_out_;
   stream.call({[](void* context, std::uint64_t argument) {
@@ -472,9 +512,9 @@ std::string Executor::chunk_name(std::uint32_t chunk) const {
 
 std::exception_ptr Executor::transfer_failure(const io::Transfer& transfer) const {
   return std::make_exception_ptr(IoError(
-      std::string(transfer.direction == io::Direction::read ? "reading " : "writing ") + chunk_name(transfer.chunk) + " (" +
-      std::to_string(transfer.bytes) + " bytes, " + store_->describe(transfer) + ") failed: " + std::strerror(transfer.error_number) +
-      "; check the drive and its file system; the run cannot go on from here"));
+      std::string(transfer.direction == io::Direction::read ? "reading " : "writing ") + chunk_name(transfer.chunk) +
+      " (" + std::to_string(transfer.bytes) + " bytes, " + store_->describe(transfer) + ") failed: " +
+      std::strerror(transfer.error_number) + "; check the drive and its file system; the run cannot go on from here"));
 }
 
 // On the copy stream, between the arrival of a chunk's parameters and their copy to the device.
@@ -483,9 +523,9 @@ void Executor::verify_fetched(const Work& work) {
   const std::uint64_t found =
       offload::checksum(*pool_serial_, slot_address(work.action.slot_kind, work.action.slot), chunk.parameter_bytes);
   if (found == parameter_checksums_[work.action.chunk]) return;
-  fail(std::make_exception_ptr(CorruptionError("the parameters of " + chunk_name(work.action.chunk) + " read from " +
-                                               store_->describe(work.transfer) +
-                                               " are not what was written there; check the drive; the run cannot go on from here")));
+  fail(std::make_exception_ptr(CorruptionError(
+      "the parameters of " + chunk_name(work.action.chunk) + " read from " + store_->describe(work.transfer) +
+      " are not what was written there; check the drive; the run cannot go on from here")));
 }
 
 void Executor::run_cpu_worker() {
@@ -519,8 +559,10 @@ void Executor::do_update(const Work& work) {
   const bool parameters_read = place.parameters == Tier::nvme;
   const bool optimizer_read = place.optimizer == Tier::nvme;
   std::byte* const optimizer = a.exp_avg - chunk.master_bytes;
-  if ((parameters_read && offload::checksum(*pool_, a.parameter, chunk.parameter_bytes) != parameter_checksums_[action.chunk]) ||
-      (optimizer_read && offload::checksum(*pool_, optimizer, chunk.optimizer_bytes()) != optimizer_checksums_[action.chunk])) {
+  if ((parameters_read &&
+       offload::checksum(*pool_, a.parameter, chunk.parameter_bytes) != parameter_checksums_[action.chunk]) ||
+      (optimizer_read &&
+       offload::checksum(*pool_, optimizer, chunk.optimizer_bytes()) != optimizer_checksums_[action.chunk])) {
     io::Transfer where;
     where.chunk = action.chunk;
     throw CorruptionError("the states of " + chunk_name(action.chunk) + " read from " + store_->describe(where) +
@@ -534,8 +576,10 @@ void Executor::do_update(const Work& work) {
     segments_.push_back({segment.begin, segment.count, update.scalars[segment.parameter]});
   }
   offload::update_chunk(*pool_, a, segments_);
-  if (parameters_read) parameter_checksums_[action.chunk] = offload::checksum(*pool_, a.parameter, chunk.parameter_bytes);
-  if (optimizer_read) optimizer_checksums_[action.chunk] = offload::checksum(*pool_, optimizer, chunk.optimizer_bytes());
+  if (parameters_read)
+    parameter_checksums_[action.chunk] = offload::checksum(*pool_, a.parameter, chunk.parameter_bytes);
+  if (optimizer_read)
+    optimizer_checksums_[action.chunk] = offload::checksum(*pool_, optimizer, chunk.optimizer_bytes());
 }
 
 void Executor::do_accumulate(const Work& work) {
@@ -549,7 +593,8 @@ void Executor::do_accumulate(const Work& work) {
   } else if (store == nullptr) {
     total = slot_address(SlotKind::gradient, action.slot);
   } else if (!action.first) {
-    offload::accumulate_chunk(*pool_, gradient_type_, store, slot_address(SlotKind::gradient, action.slot), chunk.elements, false);
+    offload::accumulate_chunk(*pool_, gradient_type_, store, slot_address(SlotKind::gradient, action.slot),
+                              chunk.elements, false);
   }
   if (!action.last) return;
   double* sums = block_sums_.data() + chunk.first_block;
@@ -557,9 +602,10 @@ void Executor::do_accumulate(const Work& work) {
   if (plan_.timing != Timing::eager) return;
   const std::uint64_t blocks = chunk.elements / kernels::kSumBlock;
   if (std::all_of(sums, sums + blocks, [](double sum) { return std::isfinite(sum); })) return;
-  throw UsageError("a gradient in " + chunk_name(action.chunk) +
-                   " is not finite; with optimizer.timing eager other units have been updated already, so this step is half "
-                   "applied and only a committed state can go on; to skip such steps use just_in_time or after_backward");
+  throw UsageError(
+      "a gradient in " + chunk_name(action.chunk) +
+      " is not finite; with optimizer.timing eager other units have been updated already, so this step is half "
+      "applied and only a committed state can go on; to skip such steps use just_in_time or after_backward");
 }
 
 std::span<const double> Executor::block_sums(std::uint32_t chunk) const {
@@ -600,10 +646,12 @@ void Executor::load_chunk(std::uint32_t chunk, std::byte* extent) {
   }
   if (const std::byte* base = parameter_base(chunk)) std::memcpy(extent, base, layout.parameter_bytes);
   if (const std::byte* base = optimizer_base(chunk)) std::memcpy(optimizer, base, layout.optimizer_bytes());
-  const bool parameters_good = place.parameters != Tier::nvme ||
-                               offload::checksum(*pool_serial_, extent, layout.parameter_bytes) == parameter_checksums_[chunk];
-  const bool optimizer_good = place.optimizer != Tier::nvme ||
-                              offload::checksum(*pool_serial_, optimizer, layout.optimizer_bytes()) == optimizer_checksums_[chunk];
+  const bool parameters_good =
+      place.parameters != Tier::nvme ||
+      offload::checksum(*pool_serial_, extent, layout.parameter_bytes) == parameter_checksums_[chunk];
+  const bool optimizer_good =
+      place.optimizer != Tier::nvme ||
+      offload::checksum(*pool_serial_, optimizer, layout.optimizer_bytes()) == optimizer_checksums_[chunk];
   if (parameters_good && optimizer_good) return;
   throw CorruptionError("the states of " + chunk_name(chunk) + " are not what was written; check the drive");
 }

@@ -6,6 +6,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ballast/base/wake_event.h>
+#include <ballast/engine/report.h>
+#include <ballast/io/chunk_store.h>
+#include <ballast/offload/chunk_work.h>
+#include <ballast/offload/cpu_pool.h>
+#include <ballast/offload/device.h>
+#include <ballast/offload/slab.h>
+#include <ballast/schedule/scheduler.h>
+
 #include <array>
 #include <condition_variable>
 #include <cstdint>
@@ -17,15 +26,6 @@
 #include <string>
 #include <thread>
 #include <vector>
-
-#include <ballast/base/wake_event.h>
-#include <ballast/engine/report.h>
-#include <ballast/io/chunk_store.h>
-#include <ballast/offload/chunk_work.h>
-#include <ballast/offload/cpu_pool.h>
-#include <ballast/offload/device.h>
-#include <ballast/offload/slab.h>
-#include <ballast/schedule/scheduler.h>
 
 #include "plan.h"
 #include "span_log.h"
@@ -42,7 +42,7 @@ struct TestHooks {
 // The scalars of a unit's next update, by parameter. Written under the mutex while no update of the unit is under way.
 struct UnitUpdate {
   std::vector<kernels::AdamScalars> scalars;
-  std::vector<std::uint8_t> present;       // 0: the parameter had no gradient
+  std::vector<std::uint8_t> present;  // 0: the parameter had no gradient
 };
 
 class Executor {
@@ -56,8 +56,8 @@ class Executor {
   ~Executor();
 
   std::mutex& mutex() { return mutex_; }
-  schedule::Scheduler& scheduler() { return scheduler_; }   // under the mutex
-  std::vector<UnitUpdate>& updates() { return updates_; }   // under the mutex
+  schedule::Scheduler& scheduler() { return scheduler_; }  // under the mutex
+  std::vector<UnitUpdate>& updates() { return updates_; }  // under the mutex
   void wake() { wake_.notify(); }
 
   // Blocks until the predicate holds. Throws the latched failure instead, if there is one.
@@ -81,15 +81,15 @@ class Executor {
   // Latches the first failure. Any thread, the mutex not held.
   void fail(std::exception_ptr failure);
   void fail_locked(std::exception_ptr failure);
-  void begin_closing();                    // stream waits end, nothing new starts
+  void begin_closing();  // stream waits end, nothing new starts
   bool failed(const Lock&) const { return failure_ != nullptr || closing_; }
   int threads() const { return pool_->threads(); }
 
   // Device memory of an opening.
   std::byte* window() const { return window_; }
-  std::byte* parameter_base(std::uint32_t chunk) const;    // host or device tier; null on NVMe
+  std::byte* parameter_base(std::uint32_t chunk) const;  // host or device tier; null on NVMe
   std::byte* optimizer_base(std::uint32_t chunk) const;
-  std::byte* gradient_store(std::uint32_t chunk) const;    // null where gradients are not stored
+  std::byte* gradient_store(std::uint32_t chunk) const;  // null where gradients are not stored
 
   // A chunk's states as one contiguous extent [parameter, master, exp_avg, exp_avg_sq], wherever they are. Blocks. Only
   // while no job of the chunk is alive; takes the mutex.
@@ -99,14 +99,13 @@ class Executor {
   // Sums of squares of the chunk's last gradient, one per block; valid after its last contribution.
   std::span<const double> block_sums(std::uint32_t chunk) const;
 
-
   LaneReport lane_report(Lane lane, const Lock&) const { return lanes_[static_cast<std::size_t>(lane)].report; }
   std::uint64_t waited_ns() const { return waited_ns_; }
   const offload::HostSlab* slab() const { return slab_.get(); }
   std::string backend_name() const;
   std::string backend_reason() const;
   std::uint64_t stored_bytes() const { return store_ ? store_->reserved_bytes() : 0; }
-  io::StorageCounters storage_counters() const;   // under the mutex
+  io::StorageCounters storage_counters() const;  // under the mutex
   const SpanLog& spans() const { return spans_; }
   static std::uint64_t now_ns();
 
@@ -167,17 +166,17 @@ class Executor {
   std::uint64_t waited_ns_ = 0;
 
   std::unique_ptr<offload::HostSlab> slab_;
-  std::unique_ptr<offload::CpuPool> pool_;          // the CPU worker's
-  std::unique_ptr<offload::CpuPool> pool_serial_;   // for callers on other threads
+  std::unique_ptr<offload::CpuPool> pool_;         // the CPU worker's
+  std::unique_ptr<offload::CpuPool> pool_serial_;  // for callers on other threads
   std::unique_ptr<io::ChunkStore> store_;
   std::byte* device_slab_ = nullptr;
   std::byte* window_ = nullptr;
   std::byte *host_gradients_ = nullptr, *host_parameters_ = nullptr, *host_optimizer_ = nullptr;
   std::byte *fetch_slots_ = nullptr, *update_slots_ = nullptr, *gradient_slots_ = nullptr;
 
-  std::vector<std::uint64_t> parameter_checksums_, optimizer_checksums_;   // of what is on NVMe
+  std::vector<std::uint64_t> parameter_checksums_, optimizer_checksums_;  // of what is on NVMe
   std::vector<double> block_sums_;
-  std::vector<offload::UpdateSegment> segments_;    // the CPU worker's scratch
+  std::vector<offload::UpdateSegment> segments_;  // the CPU worker's scratch
   std::vector<schedule::Action> batch_;
   std::vector<io::Transfer*> submitting_, finished_;
   std::vector<std::unique_ptr<Work>> works_;

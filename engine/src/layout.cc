@@ -2,12 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "layout.h"
 
-#include <algorithm>
-#include <numeric>
-
 #include <ballast/base/check.h>
 #include <ballast/base/size.h>
 #include <ballast/kernels/reduce.h>
+
+#include <algorithm>
+#include <numeric>
 
 namespace ballast::engine {
 
@@ -17,7 +17,8 @@ using base::round_up;
 std::uint64_t element_count(const std::vector<std::int64_t>& shape, const std::string& name) {
   unsigned __int128 count = 1;
   for (std::int64_t dimension : shape) {
-    if (dimension < 0) throw UsageError("parameter " + name + ": dimension " + std::to_string(dimension) + " is negative");
+    if (dimension < 0)
+      throw UsageError("parameter " + name + ": dimension " + std::to_string(dimension) + " is negative");
     count *= static_cast<std::uint64_t>(dimension);
     if (count >> 62) throw UsageError("parameter " + name + ": more than 2^62 elements");
   }
@@ -58,12 +59,14 @@ struct Builder {
       chunk.device_offset = device_offset + (at - begin) * element_bytes(dtype);
       chunk.parameter_bytes = chunk.elements * element_bytes(dtype);
       if (trainable) {
-        chunk.master_bytes = dtype == DataType::bf16 ? chunk.elements * 2 : dtype == DataType::fp16 ? chunk.elements * 4 : 0;
+        chunk.master_bytes = dtype == DataType::bf16   ? chunk.elements * 2
+                             : dtype == DataType::fp16 ? chunk.elements * 4
+                                                       : 0;
         chunk.moment_bytes = chunk.elements * element_bytes(precision.moments);
         chunk.first_block = layout.blocks;
         layout.blocks += chunk.elements / kernels::kSumBlock;
       } else if (dtype == DataType::bf16) {
-        chunk.master_bytes = chunk.elements * 2;   // read() and export give the exact value of frozen parameters too
+        chunk.master_bytes = chunk.elements * 2;  // read() and export give the exact value of frozen parameters too
       }
       chunk.first_segment = static_cast<std::uint32_t>(layout.segments.size());
       const std::uint64_t chunk_end = at + chunk.elements;

@@ -1,20 +1,20 @@
 // Layout: how a unit's parameters become a flat parameter, and how that is cut into chunks. Pure arithmetic.
 //
-// A flat parameter is sorted by (trainable first, dtype, group), then as registered; each parameter begins on a multiple
-// of 128 elements (256 bytes in the narrowest dtype). Parameters of one (trainable, dtype) form a section, cut into
-// chunks of about equal size whose borders are multiples of kernels::kSumBlock: sums of squares do not see them.
+// A flat parameter is sorted by (trainable first, dtype, group), then as registered; each parameter begins on a
+// multiple of 128 elements (256 bytes in the narrowest dtype). Parameters of one (trainable, dtype) form a section, cut
+// into chunks of about equal size whose borders are multiples of kernels::kSumBlock: sums of squares do not see them.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+
+#include <ballast/engine/engine.h>
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include <ballast/engine/engine.h>
-
 namespace ballast::engine {
 
-constexpr std::uint64_t kParameterAlignment = 128;   // elements
+constexpr std::uint64_t kParameterAlignment = 128;  // elements
 
 struct ParameterLayout {
   std::string name;
@@ -29,10 +29,10 @@ struct ParameterLayout {
 
 // A part of one parameter within one chunk.
 struct Segment {
-  std::uint32_t parameter = 0;      // within the unit
-  std::uint64_t begin = 0;          // element within the chunk
+  std::uint32_t parameter = 0;  // within the unit
+  std::uint64_t begin = 0;      // element within the chunk
   std::uint64_t count = 0;
-  std::uint64_t parameter_first = 0;   // element within the parameter
+  std::uint64_t parameter_first = 0;  // element within the parameter
 };
 
 struct ChunkLayout {
@@ -46,30 +46,30 @@ struct ChunkLayout {
   // Bytes of each state; the optimizer's states are master, exp_avg, exp_avg_sq in this order.
   std::uint64_t parameter_bytes = 0;
   std::uint64_t master_bytes = 0;
-  std::uint64_t moment_bytes = 0;   // of one moment
+  std::uint64_t moment_bytes = 0;  // of one moment
   std::uint64_t optimizer_bytes() const { return master_bytes + 2 * moment_bytes; }
-  std::uint64_t first_block = 0;    // index of its first sum-of-squares block over all chunks
+  std::uint64_t first_block = 0;  // index of its first sum-of-squares block over all chunks
 };
 
 struct Gap {
-  std::uint64_t begin = 0, count = 0;   // elements of the unit that belong to no parameter
+  std::uint64_t begin = 0, count = 0;  // elements of the unit that belong to no parameter
 };
 
 struct UnitLayout {
   std::string name;
-  std::vector<ParameterLayout> parameters;   // as registered
+  std::vector<ParameterLayout> parameters;  // as registered
   std::uint32_t first_chunk = 0, chunk_count = 0;
-  std::uint64_t device_bytes = 0;            // parameters on the device
-  std::uint64_t gradient_elements = 0;       // the trainable prefix, with padding
-  std::vector<Gap> gradient_gaps;            // within that prefix
+  std::uint64_t device_bytes = 0;       // parameters on the device
+  std::uint64_t gradient_elements = 0;  // the trainable prefix, with padding
+  std::vector<Gap> gradient_gaps;       // within that prefix
 };
 
 struct Layout {
   std::vector<UnitLayout> units;
   std::vector<ChunkLayout> chunks;
   std::vector<Segment> segments;
-  std::uint64_t blocks = 0;                  // sum-of-squares blocks of all trainable chunks
-  std::uint64_t parameters = 0;              // elements without padding
+  std::uint64_t blocks = 0;      // sum-of-squares blocks of all trainable chunks
+  std::uint64_t parameters = 0;  // elements without padding
 };
 
 struct UnitSpec {
@@ -86,8 +86,8 @@ std::uint64_t element_count(const std::vector<std::int64_t>& shape, const std::s
 
 // The part of `elements` that a rank holds: equal parts of ceil(elements / world_size), the last ones short or empty.
 struct ShardRange {
-  std::uint64_t begin = 0, count = 0;   // real elements
-  std::uint64_t padded = 0;             // the same on every rank
+  std::uint64_t begin = 0, count = 0;  // real elements
+  std::uint64_t padded = 0;            // the same on every rank
 };
 ShardRange shard_range(std::uint64_t elements, std::uint32_t world_size, std::uint32_t rank, std::uint64_t granule = 1);
 

@@ -1,12 +1,11 @@
-// LossScaler: the scale of the loss, fixed or dynamic. Dynamic: halved by every overflow, doubled after 2,000 good steps
-// in a row, never below 1 (there overflows are counted and become an error).
-// SPDX-License-Identifier: Apache-2.0
+// LossScaler: the scale of the loss, fixed or dynamic. Dynamic: halved by every overflow, doubled after 2,000 good
+// steps in a row, never below 1 (there overflows are counted and become an error). SPDX-License-Identifier: Apache-2.0
 #pragma once
-
-#include <cstdint>
 
 #include <ballast/base/error.h>
 #include <ballast/engine/config.h>
+
+#include <cstdint>
 
 namespace ballast::engine {
 
@@ -35,8 +34,9 @@ class LossScaler {
     if (scale_ > 1) {
       scale_ = scale_ / 2 < 1 ? 1 : scale_ / 2;
     } else if (++overflows_at_one_ >= kOverflowsAtOne) {
-      throw UsageError("gradients were not finite for 20 steps in a row at loss scale 1; the model has diverged: lower the "
-                       "learning rate or look for the operation that makes them");
+      throw UsageError(
+          "gradients were not finite for 20 steps in a row at loss scale 1; the model has diverged: lower the "
+          "learning rate or look for the operation that makes them");
     }
   }
 

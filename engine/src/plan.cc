@@ -2,14 +2,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plan.h"
 
-#include <algorithm>
-#include <array>
-#include <string>
-
 #include <ballast/base/check.h>
 #include <ballast/base/error.h>
 #include <ballast/base/size.h>
 #include <ballast/kernels/reduce.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
 
 namespace ballast::engine {
 
@@ -21,7 +21,8 @@ namespace {
 
 constexpr std::uint64_t kPage = 4096;
 // Chunk sizes tried, in elements, largest first. A chunk of 1 Mi elements is one read of 12 MiB.
-constexpr std::array<std::uint64_t, 7> kChunkElements = {1u << 20, 1u << 19, 1u << 18, 1u << 17, 1u << 16, 1u << 15, 1u << 14};
+constexpr std::array<std::uint64_t, 7> kChunkElements = {1u << 20, 1u << 19, 1u << 18, 1u << 17,
+                                                         1u << 16, 1u << 15, 1u << 14};
 // Slots that keep a drive busy: fewer make the next smaller chunk size worth trying.
 constexpr std::uint64_t kComfortableUpdateSlots = 8;
 constexpr std::uint64_t kComfortableFetchSlots = 4;
@@ -30,7 +31,7 @@ std::string kib(std::uint64_t bytes) { return std::to_string(base::ceil_div(byte
 
 // What one choice of chunk size and tiers needs on the host.
 struct Needs {
-  std::uint64_t fixed_bytes = 0;          // stored gradients and resident states
+  std::uint64_t fixed_bytes = 0;  // stored gradients and resident states
   std::uint64_t fetch_slot_bytes = 0, update_slot_bytes = 0, gradient_slot_bytes = 0;
   std::uint64_t fetch_chunks = 0, update_chunks = 0;
   std::uint64_t largest_unit_chunks = 0;  // of trainable chunks
@@ -66,8 +67,8 @@ class Planner {
 
  private:
   void choose_timing() {
-    const bool needs_norm = config_.optimizer.clip_global_norm.has_value() ||
-                            config_.loss_scale.kind == Config::LossScale::Kind::dynamic;
+    const bool needs_norm =
+        config_.optimizer.clip_global_norm.has_value() || config_.loss_scale.kind == Config::LossScale::Kind::dynamic;
     plan_.timing = config_.optimizer.timing;
     if (plan_.timing == Timing::automatic) plan_.timing = needs_norm ? Timing::just_in_time : Timing::eager;
   }
@@ -152,9 +153,9 @@ class Planner {
       smallest = std::min(smallest, n.minimum());
       if (n.minimum() > config_.budget.host_bytes) continue;
       if (fits == 0) fits = elements;
-      const std::uint64_t comfortable =
-          n.fixed_bytes + n.gradient_slot_bytes * 2 + n.update_slot_bytes * std::min(n.update_chunks, kComfortableUpdateSlots) +
-          n.fetch_slot_bytes * std::min(n.fetch_chunks, kComfortableFetchSlots);
+      const std::uint64_t comfortable = n.fixed_bytes + n.gradient_slot_bytes * 2 +
+                                        n.update_slot_bytes * std::min(n.update_chunks, kComfortableUpdateSlots) +
+                                        n.fetch_slot_bytes * std::min(n.fetch_chunks, kComfortableFetchSlots);
       if (comfortable <= config_.budget.host_bytes) return;
       fits = elements;
     }
@@ -168,8 +169,9 @@ class Planner {
 
   std::string describe_needs() const {
     const Needs n = needs();
-    return format_size(n.fixed_bytes) + " of gradients and resident states and one slot each of " + format_size(n.update_slot_bytes) +
-           " (update), " + format_size(n.fetch_slot_bytes) + " (fetch) and " + format_size(n.gradient_slot_bytes) + " (gradient)";
+    return format_size(n.fixed_bytes) + " of gradients and resident states and one slot each of " +
+           format_size(n.update_slot_bytes) + " (update), " + format_size(n.fetch_slot_bytes) + " (fetch) and " +
+           format_size(n.gradient_slot_bytes) + " (gradient)";
   }
 
   // --- device -------------------------------------------------------------------------------------------------------
@@ -192,9 +194,10 @@ class Planner {
     const std::uint64_t fixed = device_static_bytes();
     const std::uint64_t smallest = schedule::compile_device_map(openings, 0).smallest_bytes;
     if (fixed + smallest > config_.budget.device_bytes) {
-      throw PlanError("budget.device is " + format_size(config_.budget.device_bytes) + ", but " + format_size(fixed) +
-                      " of states that live there and " + format_size(smallest) +
-                      " for the units that are open at once need more; smallest budget.device: " + kib(fixed + smallest));
+      throw PlanError(
+          "budget.device is " + format_size(config_.budget.device_bytes) + ", but " + format_size(fixed) +
+          " of states that live there and " + format_size(smallest) +
+          " for the units that are open at once need more; smallest budget.device: " + kib(fixed + smallest));
     }
     // Beyond all parameters and the gradients of three units more memory changes nothing.
     std::uint64_t useful = 0;
@@ -240,10 +243,12 @@ class Planner {
     const std::uint64_t slots = comfortable_slot_bytes(n);
     if (n.fixed_bytes + slots >= config_.budget.host_bytes) return;
     std::uint64_t left = config_.budget.host_bytes - n.fixed_bytes - slots;
-    left -= make_resident(left, [&](std::size_t c) { return plan_.layout.chunks[c].parameter_bytes; },
-                          [&](std::size_t c) { plan_.placement[c].parameters = Tier::host; });
-    make_resident(left, [&](std::size_t c) { return plan_.layout.chunks[c].optimizer_bytes(); },
-                  [&](std::size_t c) { plan_.placement[c].optimizer = Tier::host; });
+    left -= make_resident(
+        left, [&](std::size_t c) { return plan_.layout.chunks[c].parameter_bytes; },
+        [&](std::size_t c) { plan_.placement[c].parameters = Tier::host; });
+    make_resident(
+        left, [&](std::size_t c) { return plan_.layout.chunks[c].optimizer_bytes(); },
+        [&](std::size_t c) { plan_.placement[c].optimizer = Tier::host; });
   }
 
   std::uint64_t comfortable_slot_bytes(const Needs& n) const {
@@ -324,12 +329,12 @@ class Planner {
         return at;
       };
       if (place.parameters != Tier::nvme) {
-        place.parameter_offset =
-            put(place.parameters == Tier::host ? p.host_parameter_bytes : p.device_parameter_bytes, chunk.parameter_bytes);
+        place.parameter_offset = put(place.parameters == Tier::host ? p.host_parameter_bytes : p.device_parameter_bytes,
+                                     chunk.parameter_bytes);
       }
       if (place.optimizer != Tier::nvme) {
-        place.optimizer_offset =
-            put(place.optimizer == Tier::host ? p.host_optimizer_bytes : p.device_optimizer_bytes, chunk.optimizer_bytes());
+        place.optimizer_offset = put(place.optimizer == Tier::host ? p.host_optimizer_bytes : p.device_optimizer_bytes,
+                                     chunk.optimizer_bytes());
       }
       if (chunk.trainable && stored(chunk)) {
         place.gradient_offset = put(place.gradients == Tier::host ? p.host_gradient_bytes : p.device_gradient_bytes,
@@ -346,7 +351,8 @@ class Planner {
     p.host_bytes = round_up(p.host_gradient_bytes + p.host_parameter_bytes + p.host_optimizer_bytes, kPage) +
                    p.fetch_slots * p.fetch_slot_bytes + p.update_slots * p.update_slot_bytes +
                    p.gradient_slots * p.gradient_slot_bytes;
-    p.device_bytes = p.device_parameter_bytes + p.device_optimizer_bytes + p.device_gradient_bytes + p.device_window_bytes;
+    p.device_bytes =
+        p.device_parameter_bytes + p.device_optimizer_bytes + p.device_gradient_bytes + p.device_window_bytes;
     BALLAST_CHECK(p.host_bytes <= config_.budget.host_bytes);
     BALLAST_CHECK(p.device_bytes <= config_.budget.device_bytes);
   }

@@ -3,11 +3,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
 #include <ballast/engine/config.h>
 #include <ballast/schedule/device_map.h>
+
+#include <cstdint>
+#include <vector>
 
 #include "layout.h"
 
@@ -17,8 +17,8 @@ namespace ballast::engine {
 struct TraceOpening {
   std::uint32_t unit = 0;
   bool gradient = false;
-  bool last = false;                 // gradient: the unit's last contribution of the pass
-  std::uint32_t open_at = 0;         // positions in the pass's events
+  bool last = false;          // gradient: the unit's last contribution of the pass
+  std::uint32_t open_at = 0;  // positions in the pass's events
   std::uint32_t close_at = 0;
 };
 
@@ -29,27 +29,28 @@ struct ChunkPlacement {
   // Offsets in the region of the tier (host slab, device slab), where the state is not on NVMe.
   std::uint64_t parameter_offset = 0;
   std::uint64_t optimizer_offset = 0;
-  std::uint64_t gradient_offset = 0;     // where the unit's gradients are stored
-  std::uint64_t extent_bytes = 0;        // on NVMe: the parameter (where it is there), then the optimizer's states
+  std::uint64_t gradient_offset = 0;  // where the unit's gradients are stored
+  std::uint64_t extent_bytes = 0;     // on NVMe: the parameter (where it is there), then the optimizer's states
 };
 
 struct Plan {
   Layout layout;
-  std::vector<ChunkPlacement> placement;         // per chunk
-  std::vector<bool> stored_gradients;            // per unit
+  std::vector<ChunkPlacement> placement;  // per chunk
+  std::vector<bool> stored_gradients;     // per unit
   std::uint64_t granule = 0;
   std::uint64_t chunk_elements = 0;
   Timing timing = Timing::just_in_time;
-  std::string placement_name;                    // "auto", or the three tiers
+  std::string placement_name;  // "auto", or the three tiers
   bool uses_nvme = false;
   double resident_fraction = 0;
 
   std::uint32_t fetch_slots = 0, update_slots = 0, gradient_slots = 0;
   std::uint64_t fetch_slot_bytes = 0, update_slot_bytes = 0, gradient_slot_bytes = 0;
 
-  // Host slab, in this order: stored gradients, resident parameters, resident optimizer states, the three kinds of slots.
+  // Host slab, in this order: stored gradients, resident parameters, resident optimizer states, the three kinds of
+  // slots.
   std::uint64_t host_gradient_bytes = 0, host_parameter_bytes = 0, host_optimizer_bytes = 0;
-  std::uint64_t host_bytes = 0;                  // of the whole slab
+  std::uint64_t host_bytes = 0;  // of the whole slab
   // Device slab: parameters, optimizer states and gradients that live there for good, then the window of openings.
   std::uint64_t device_parameter_bytes = 0, device_optimizer_bytes = 0, device_gradient_bytes = 0;
   std::uint64_t device_window_bytes = 0;
@@ -57,9 +58,9 @@ struct Plan {
 };
 
 struct PlanInputs {
-  std::vector<TraceOpening> openings;            // of one training pass
+  std::vector<TraceOpening> openings;  // of one training pass
   int micro_batches = 1;
-  std::uint64_t alignment_bytes = 4096;          // of the NVMe paths; a power of two
+  std::uint64_t alignment_bytes = 4096;  // of the NVMe paths; a power of two
 };
 
 // Throws PlanError where the budgets cannot work.

@@ -3,17 +3,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ballast/engine/report.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
-
-#include <ballast/engine/report.h>
 
 namespace ballast::engine {
 
 struct Span {
   Lane lane = Lane::compute;
-  const char* what = "";              // a literal
+  const char* what = "";  // a literal
   std::uint32_t unit = 0, chunk = 0;
   std::uint64_t begin_ns = 0, end_ns = 0, bytes = 0;
 };

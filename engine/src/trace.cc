@@ -23,7 +23,7 @@ bool compile_trace(const Plan& plan, std::uint64_t gradient_element_bytes, Trace
   const std::size_t units = plan.layout.units.size();
   std::vector<std::uint8_t> seen(units, 0);
   std::vector<std::size_t> commits(units, 0);
-  std::vector<std::size_t> last_parameters(units, count);   // the acquire that the unit's gradient belongs to
+  std::vector<std::size_t> last_parameters(units, count);  // the acquire that the unit's gradient belongs to
   for (std::size_t i = 0; i < count; ++i) {
     const TraceOpening& opening = trace.openings[i];
     if (opening.gradient) {
@@ -118,7 +118,8 @@ const std::vector<TraceOpening>& TraceRecorder::end() {
 
 bool same_openings(const std::vector<TraceOpening>& a, const std::vector<TraceOpening>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const TraceOpening& x, const TraceOpening& y) {
-    return x.unit == y.unit && x.gradient == y.gradient && x.last == y.last && x.open_at == y.open_at && x.close_at == y.close_at;
+    return x.unit == y.unit && x.gradient == y.gradient && x.last == y.last && x.open_at == y.open_at &&
+           x.close_at == y.close_at;
   });
 }
 

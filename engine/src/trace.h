@@ -12,11 +12,11 @@ namespace ballast::engine {
 struct Trace {
   std::vector<TraceOpening> openings;
   // Compiled, one per opening:
-  std::vector<std::uint64_t> offsets;            // in the device window
-  std::vector<std::uint8_t> first_parameters;    // the unit's first acquire of the pass
-  std::vector<std::uint8_t> carries_update;      // eager: states are read with these parameters
-  std::vector<std::uint8_t> queues_update;       // eager: this gradient queues the update itself
-  std::size_t forward_end = 0;                   // first opening that must not be appended before the step is decided
+  std::vector<std::uint64_t> offsets;          // in the device window
+  std::vector<std::uint8_t> first_parameters;  // the unit's first acquire of the pass
+  std::vector<std::uint8_t> carries_update;    // eager: states are read with these parameters
+  std::vector<std::uint8_t> queues_update;     // eager: this gradient queues the update itself
+  std::size_t forward_end = 0;                 // first opening that must not be appended before the step is decided
 };
 
 // Places and forms of a pass. False where it does not fit the window: such a pass is served on demand.

@@ -14,7 +14,7 @@ using testing::SyntheticTrainer;
 using testing::TemporaryDirectory;
 
 struct Setting {
-  std::string placement = "in-memory";    // in-memory, host, nvme, auto
+  std::string placement = "in-memory";  // in-memory, host, nvme, auto
   Timing timing = Timing::just_in_time;
   std::string backend = "auto";
   int threads = 2;
@@ -31,7 +31,9 @@ Config make_config(const Setting& setting, const std::string& path) {
   config.nvme.paths = {path + "/nvme"};
   config.nvme.backend = setting.backend;
   config.placement.automatic = setting.placement == "auto";
-  const Tier tier = setting.placement == "in-memory" ? Tier::device : setting.placement == "host" ? Tier::host : Tier::nvme;
+  const Tier tier = setting.placement == "in-memory" ? Tier::device
+                    : setting.placement == "host"    ? Tier::host
+                                                     : Tier::nvme;
   config.placement.parameters = tier;
   config.placement.optimizer = tier;
   config.placement.gradients = tier == Tier::device ? Tier::device : Tier::host;
@@ -49,6 +51,14 @@ struct Trajectory {
   bool operator==(const Trajectory&) const = default;
 };
 
+void PrintTo(const Trajectory& trajectory, std::ostream* out) {
+  out->precision(17);
+  for (double loss : trajectory.losses) *out << loss << ' ';
+  double sum = 0;
+  for (float value : trajectory.values) sum += value;
+  *out << "| " << sum;
+}
+
 Trajectory run(const Setting& setting, const SyntheticOptions& options, int steps = 6) {
   const TemporaryDirectory directory;
   EngineEnvironment environment;
@@ -62,7 +72,7 @@ Trajectory run(const Setting& setting, const SyntheticOptions& options, int step
   return trajectory;
 }
 
-class TrajectoryTest : public ::testing::TestWithParam<std::tuple<int, bool, bool>> {};   // micro-batches, tied, clip
+class TrajectoryTest : public ::testing::TestWithParam<std::tuple<int, bool, bool>> {};  // micro-batches, tied, clip
 
 TEST_P(TrajectoryTest, IsTheSameInEveryPlacementTimingAndBackEnd) {
   const auto [micro_batches, tied, clip] = GetParam();
@@ -149,7 +159,7 @@ TEST(AbsentTest, AbsentGradientsAndEvaluationBetweenStepsAgreeInEveryPlacement) 
   SyntheticOptions options;
   options.micro_batches = 2;
   options.absent = [](int step, int micro, ParameterId id) {
-    if (id.unit == 1) return step == 1;                                       // a whole unit
+    if (id.unit == 1) return step == 1;  // a whole unit
     return id.index == 1 && (step + micro + static_cast<int>(id.unit)) % 3 == 0;
   };
   options.evaluate_before = [](int step) { return step % 2 == 1; };

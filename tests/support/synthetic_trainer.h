@@ -3,17 +3,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ballast/base/random.h>
+#include <ballast/engine/engine.h>
+#include <unistd.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
-
-#include <unistd.h>
-
-#include <ballast/base/random.h>
-#include <ballast/engine/engine.h>
 
 namespace ballast::testing {
 
@@ -39,7 +38,7 @@ inline float bf16_value(std::uint16_t bits) {
   return value;
 }
 
-inline std::uint16_t bf16_bits(float value) {   // truncation is enough for gradients that tests make up
+inline std::uint16_t bf16_bits(float value) {  // truncation is enough for gradients that tests make up
   std::uint32_t wide;
   std::memcpy(&wide, &value, 4);
   return static_cast<std::uint16_t>(wide >> 16);
@@ -53,11 +52,11 @@ struct SyntheticUnit {
 
 struct SyntheticOptions {
   int micro_batches = 1;
-  bool tied = false;            // unit 0 is used again after the others, with a gradient of its own
+  bool tied = false;  // unit 0 is used again after the others, with a gradient of its own
   double gradient_size = 0.01;
-  std::function<bool(int step)> poison;                                    // puts a NaN into the first gradient
-  std::function<bool(int step, int micro_batch, ParameterId)> absent;      // no gradient for this parameter
-  std::function<bool(int step)> evaluate_before;                           // an evaluation pass before the step
+  std::function<bool(int step)> poison;                                // puts a NaN into the first gradient
+  std::function<bool(int step, int micro_batch, ParameterId)> absent;  // no gradient for this parameter
+  std::function<bool(int step)> evaluate_before;                       // an evaluation pass before the step
 };
 
 class SyntheticTrainer {
@@ -156,7 +155,8 @@ class SyntheticTrainer {
   static float value(const Tensor& tensor, std::int64_t i) {
     if (tensor.dtype == DataType::bf16) return bf16_value(static_cast<const std::uint16_t*>(tensor.data)[i]);
     if (tensor.dtype == DataType::fp32) return static_cast<const float*>(tensor.data)[i];
-    return static_cast<float>(static_cast<const std::uint16_t*>(tensor.data)[i]) * 0x1p-14f;   // the bits of fp16, as a number
+    return static_cast<float>(static_cast<const std::uint16_t*>(tensor.data)[i]) *
+           0x1p-14f;  // the bits of fp16, as a number
   }
 
   void forward(std::size_t u, Stream stream) {
@@ -218,7 +218,8 @@ inline std::vector<SyntheticUnit> small_model(int units = 4) {
   std::vector<SyntheticUnit> model;
   for (int u = 0; u < units; ++u) {
     const std::int64_t width = 300 + 41 * u;
-    model.push_back({"u." + std::to_string(u), {{"weight", {width, 33}}, {"bias", {width}, {.group = 1}}, {"scale", {}}}});
+    model.push_back(
+        {"u." + std::to_string(u), {{"weight", {width, 33}}, {"bias", {width}, {.group = 1}}, {"scale", {}}}});
   }
   return model;
 }

@@ -72,7 +72,7 @@ Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form
   const Unit& u = units_[unit];
   bool any_update = form == Form::update_expected && u.chunk_count > 0;
   for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    any_update |= chunk_states_[c].due || chunk_states_[c].update_job != kNone;
+    any_update |= chunk_states_[c].due || update_waits(c) || chunk_states_[c].open_job != kNone;
   }
   const Index id = append_entry(unit, device_offset, u.parameter_bytes, false, leased);
   Entry& entry = entries_[id];
@@ -91,7 +91,7 @@ Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form
       ChunkState& state = chunk_states_[c];
       const bool on_device = chunks_[c].parameters == Tier::device;
       const bool can_update = chunks_[c].trainable && !update_waits(c);
-      if ((state.due && state.update_job == kNone) || (form == Form::update_expected && can_update)) {
+      if ((state.due && state.open_job == kNone) || (form == Form::update_expected && can_update)) {
         ++entry.missing;
         append_update(c, id, false, false, entry.key << kChunkBits);
       } else if (form == Form::update_after && can_update && !on_device) {
@@ -103,8 +103,7 @@ Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form
           append_fetch(c, id);
         }
         if (form == Form::update_after && can_update) {
-          append_update(c, kNone, false, true, entry.key << kChunkBits);
-          jobs_[state.update_job].owner_key = entry.key;
+          jobs_[append_update(c, kNone, false, true, entry.key << kChunkBits)].owner_key = entry.key;
         }
       }
     }
@@ -123,8 +122,7 @@ Index Scheduler::append_gradients(Index unit, std::uint64_t device_offset, bool 
     forget_copy(unit);
     for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
       if (!chunks_[c].trainable || update_waits(c)) continue;
-      append_update(c, kNone, false, true, entries_[id].key << kChunkBits);
-      jobs_[chunk_states_[c].update_job].owner_key = entries_[id].key;
+      jobs_[append_update(c, kNone, false, true, entries_[id].key << kChunkBits)].owner_key = entries_[id].key;
     }
   }
   refresh_ranges();
@@ -157,8 +155,8 @@ void Scheduler::release(Index id) {
     const Unit& u = units_[entry.unit];
     for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
       const ChunkState& state = chunk_states_[c];
-      if (update_waits(c) && jobs_[state.update_job].gate_on_gradient && !state.contributed) {
-        skip_update(state.update_job);
+      if (update_waits(c) && jobs_[state.waiting_job].gate_on_gradient && !state.contributed) {
+        skip_update(state.waiting_job);
       }
     }
   }
@@ -180,7 +178,7 @@ void Scheduler::commit_gradients(Index id, std::span<const bool> contributes, bo
     // A chunk that contributed before and is absent now still needs its last contribution (of zeros) to be known as
     // last.
     if (!contributes[i] && !(last && state.contributed)) {
-      if (last && update_waits(c) && jobs_[state.update_job].gate_on_gradient) skip_update(state.update_job);
+      if (last && update_waits(c) && jobs_[state.waiting_job].gate_on_gradient) skip_update(state.waiting_job);
       continue;
     }
     BALLAST_CHECK(!state.due);
@@ -230,7 +228,7 @@ void Scheduler::cancel_expected() {
   }
   // Updates that wait for a gradient or a decision hold slots that what comes now may need.
   for (Index c = 0; c < chunks_.size(); ++c) {
-    if (update_waits(c) && !chunk_states_[c].eager) skip_update(chunk_states_[c].update_job);
+    if (update_waits(c) && !chunk_states_[c].eager) skip_update(chunk_states_[c].waiting_job);
   }
   for (SlotKind kind : {SlotKind::fetch, SlotKind::update, SlotKind::gradient}) serve_slots(kind);
   refresh_ranges();
@@ -346,16 +344,16 @@ void Scheduler::append_fetch(Index chunk, Index entry) {
   advance(j);
 }
 
-void Scheduler::append_update(Index chunk, Index entry, bool copy_first, bool gate_on_gradient, std::uint64_t key) {
+Index Scheduler::append_update(Index chunk, Index entry, bool copy_first, bool gate_on_gradient, std::uint64_t key) {
   ChunkState& state = chunk_states_[chunk];
   BALLAST_CHECK(!update_waits(chunk));
-  const bool taken = state.update_job != kNone;  // what is due or has come belongs to an earlier job; this one is the next
   const Index j = append_job(JobKind::update, chunk, entry, key + chunk);
   Job& job = jobs_[j];
-  state.update_job = j;
   job.copy_first = copy_first;
   job.gate_on_gradient = gate_on_gradient;
-  job.gate_open = !taken && (gate_on_gradient ? state.gradient_here : state.due);
+  // What is due or has come may belong to an earlier job; then this one is for the next.
+  job.gate_open = state.open_job == kNone && (gate_on_gradient ? state.gradient_here : state.due);
+  (job.gate_open ? state.open_job : state.waiting_job) = j;
   job.cpu = Phase::waiting;
   if (entry != kNone && chunks_[chunk].parameters != Tier::device) job.copy = Phase::waiting;
   if (chunks_[chunk].parameters == Tier::nvme || chunks_[chunk].optimizer == Tier::nvme) {
@@ -365,6 +363,7 @@ void Scheduler::append_update(Index chunk, Index entry, bool copy_first, bool ga
     serve_slots(SlotKind::update);
   }
   advance(j);
+  return j;
 }
 
 // Expected fetches of a unit that is about to change would bring stale parameters.
@@ -384,7 +383,7 @@ bool Scheduler::append_updates(Index unit) {
   cancel_stale(unit);
   const std::uint64_t key = next_key_++ << kChunkBits;
   for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    if (!chunk_states_[c].due || chunk_states_[c].update_job != kNone) continue;
+    if (!chunk_states_[c].due || chunk_states_[c].open_job != kNone) continue;
     append_update(c, kNone, false, false, key);
   }
   return true;
@@ -519,6 +518,10 @@ void Scheduler::advance(Index j) {
 }
 
 void Scheduler::open_gate(Index j) {
+  ChunkState& state = chunk_states_[jobs_[j].chunk];
+  BALLAST_CHECK(state.waiting_job == j && state.open_job == kNone);
+  state.waiting_job = kNone;
+  state.open_job = j;
   jobs_[j].gate_open = true;
   advance(j);
 }
@@ -527,7 +530,7 @@ void Scheduler::open_gate(Index j) {
 void Scheduler::skip_update(Index j) {
   Job& job = jobs_[j];
   BALLAST_CHECK(job.kind == JobKind::update && !job.gate_open);
-  chunk_states_[job.chunk].update_job = kNone;
+  chunk_states_[job.chunk].waiting_job = kNone;
   if (job.entry == kNone) {
     cancel_job(j);
     return;
@@ -552,7 +555,8 @@ void Scheduler::cancel_job(Index j) {
     advance(j);
     return;
   }
-  if (state.update_job == j) state.update_job = kNone;
+  if (state.waiting_job == j) state.waiting_job = kNone;
+  if (state.open_job == j) state.open_job = kNone;
   job.cancelled = true;
   if (job.copy != Phase::running) job.entry = kNone;
   unpush(Task::read, j);
@@ -591,7 +595,8 @@ void Scheduler::finish_job(Index j) {
   job.alive = false;
   --jobs_alive_;
   if (gradient) --gradient_jobs_;
-  if (state.update_job == j) state.update_job = kNone;
+  if (state.waiting_job == j) state.waiting_job = kNone;
+  if (state.open_job == j) state.open_job = kNone;
   Index next = kNone;
   if (job.head) {
     Index& head = gradient ? state.gradient_head : state.queue_head;
@@ -631,10 +636,10 @@ void Scheduler::decide(bool update) {
       const bool becomes_due = state.contributed && update;
       if (becomes_due) state.due = true;
       if (update_waits(c)) {
-        if (becomes_due && !jobs_[state.update_job].gate_on_gradient) {
-          open_gate(state.update_job);
+        if (becomes_due && !jobs_[state.waiting_job].gate_on_gradient) {
+          open_gate(state.waiting_job);
         } else {
-          skip_update(state.update_job);
+          skip_update(state.waiting_job);
         }
       } else if (becomes_due) {
         stale = chunks_[c].unit;
@@ -725,7 +730,7 @@ void Scheduler::finished(const Action& action) {
       state.due = false;
       state.gradient_here = false;
       ++state.updates;
-      if (state.update_job == j) state.update_job = kNone;
+      state.open_job = kNone;
       if (job.copy == Phase::unneeded) arrive(j);
       if (state.gradient_slot != kNone) {
         const Index slot = state.gradient_slot;
@@ -747,7 +752,7 @@ void Scheduler::finished(const Action& action) {
       }
       if (job.last && state.eager) {
         state.gradient_here = true;
-        if (update_waits(action.chunk) && jobs_[state.update_job].gate_on_gradient) open_gate(state.update_job);
+        if (update_waits(action.chunk) && jobs_[state.waiting_job].gate_on_gradient) open_gate(state.waiting_job);
       }
       break;
     }
@@ -767,7 +772,7 @@ bool Scheduler::unit_update_due(Index unit) const {
 bool Scheduler::unit_update_unclaimed(Index unit) const {
   const Unit& u = units_[unit];
   for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    if (chunk_states_[c].due && chunk_states_[c].update_job == kNone) return true;
+    if (chunk_states_[c].due && chunk_states_[c].open_job == kNone) return true;
   }
   return false;
 }

@@ -26,7 +26,7 @@ constexpr std::uint64_t element_bytes(MomentType type) { return type == MomentTy
 
 struct Config {
   int zero_stage = 3;
-  std::string device = "auto";                    // auto | host | cuda
+  std::string device = "auto";  // auto | host | cuda
   struct Budget {
     std::uint64_t device_bytes = std::uint64_t{2} << 30;
     std::uint64_t host_bytes = std::uint64_t{8} << 30;
@@ -35,21 +35,21 @@ struct Config {
     std::vector<std::string> paths = {"run"};
     std::uint64_t block_bytes = std::uint64_t{1} << 20;
     std::uint32_t queue_depth = 32;
-    std::string backend = "auto";                 // auto | io_uring | threads
+    std::string backend = "auto";  // auto | io_uring | threads
   } nvme;
   struct Placement {
-    bool automatic = true;                        // else the three tiers below
+    bool automatic = true;  // else the three tiers below
     Tier parameters = Tier::nvme;
     Tier gradients = Tier::host;
     Tier optimizer = Tier::nvme;
   } placement;
   struct Precision {
     DataType parameters = DataType::bf16;
-    DataType gradients = DataType::fp32;          // fp32 or bf16
+    DataType gradients = DataType::fp32;  // fp32 or bf16
     MomentType moments = MomentType::fp32;
   } precision;
   struct Optimizer {
-    std::string type = "adamw";                   // adam (L2) | adamw (decoupled)
+    std::string type = "adamw";  // adam (L2) | adamw (decoupled)
     double learning_rate = 3e-4;
     double beta1 = 0.9;
     double beta2 = 0.95;
@@ -60,14 +60,14 @@ struct Config {
   } optimizer;
   struct LossScale {
     enum class Kind : std::uint8_t { none, dynamic, fixed } kind = Kind::none;
-    double value = 65536.0;                       // the fixed scale, or where a dynamic one starts
+    double value = 65536.0;  // the fixed scale, or where a dynamic one starts
   } loss_scale;
   struct Durability {
-    std::uint64_t every_steps = 0;                // 0: none
+    std::uint64_t every_steps = 0;  // 0: none
   } durability;
-  std::optional<int> threads;                     // nothing: from affinity and cgroup quota
+  std::optional<int> threads;  // nothing: from affinity and cgroup quota
   struct Communication {
-    std::string backend = "auto";                 // auto | single | mpi | nccl
+    std::string backend = "auto";  // auto | single | mpi | nccl
     double timeout_seconds = 300;
     int shard_group_size = 0;
   } communication;
@@ -80,7 +80,7 @@ struct Config {
   static Config from_file(const std::string& path, const std::vector<std::pair<std::string, std::string>>& overrides);
   static Config from_json(std::string_view text, const std::string& name,
                           const std::vector<std::pair<std::string, std::string>>& overrides);
-  std::string to_json() const;                    // round-trips
+  std::string to_json() const;  // round-trips
   void validate() const;
 };
 

@@ -6,6 +6,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ballast/base/error.h>
+#include <ballast/engine/config.h>
+#include <ballast/engine/report.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -16,10 +20,6 @@
 #include <string_view>
 #include <vector>
 
-#include <ballast/base/error.h>
-#include <ballast/engine/config.h>
-#include <ballast/engine/report.h>
-
 namespace ballast {
 
 struct UnitId {
@@ -28,24 +28,24 @@ struct UnitId {
 };
 struct ParameterId {
   std::uint32_t unit = 0;
-  std::uint32_t index = 0;     // as registered within the unit
+  std::uint32_t index = 0;  // as registered within the unit
   friend bool operator==(ParameterId, ParameterId) = default;
 };
 
 struct ParameterOptions {
-  int group = 0;                       // learning rate and weight decay are per group
-  std::optional<DataType> dtype;       // nothing: precision.parameters
-  bool trainable = true;               // false: frozen, never updated, no optimizer states
+  int group = 0;                  // learning rate and weight decay are per group
+  std::optional<DataType> dtype;  // nothing: precision.parameters
+  bool trainable = true;          // false: frozen, never updated, no optimizer states
 };
 struct ParameterSpec {
-  std::string name;                    // unique within its unit; any text
-  std::vector<std::int64_t> shape;     // row-major; {} is a scalar, a zero makes it empty
+  std::string name;                 // unique within its unit; any text
+  std::vector<std::int64_t> shape;  // row-major; {} is a scalar, a zero makes it empty
   ParameterOptions options = {};
 };
 
 // A view; valid as long as its lease.
 struct Tensor {
-  void* data = nullptr;                // on the device
+  void* data = nullptr;  // on the device
   DataType dtype = DataType::bf16;
   std::span<const std::int64_t> shape;
   std::int64_t elements = 0;
@@ -57,9 +57,9 @@ class EngineImplementation;
 class Stream {
  public:
   Stream() = default;
-  void enqueue(std::function<void()> work);   // host device: the trainer's maths; returns at once
-  void synchronize();                         // rethrows what escaped from an enqueued closure
-  void* native_handle() const;                // cudaStream_t; null on the host device
+  void enqueue(std::function<void()> work);  // host device: the trainer's maths; returns at once
+  void synchronize();                        // rethrows what escaped from an enqueued closure
+  void* native_handle() const;               // cudaStream_t; null on the host device
 
  private:
   friend class EngineImplementation;
@@ -74,10 +74,10 @@ class ParameterLease {
   ParameterLease(ParameterLease&& other) noexcept;
   ParameterLease& operator=(ParameterLease&& other) noexcept;
   ~ParameterLease();
-  Tensor operator[](ParameterId id) const;    // UsageError for a parameter of another unit
-  void wait();                                // blocks the host until the bytes are there
-  void release(Stream stream);                // after the work now on that stream, the memory may be reused
-  void release();                             // after the stream it was acquired on
+  Tensor operator[](ParameterId id) const;  // UsageError for a parameter of another unit
+  void wait();                              // blocks the host until the bytes are there
+  void release(Stream stream);              // after the work now on that stream, the memory may be reused
+  void release();                           // after the stream it was acquired on
 
  private:
   friend class EngineImplementation;
@@ -93,10 +93,10 @@ class GradientLease {
   GradientLease(GradientLease&& other) noexcept;
   GradientLease& operator=(GradientLease&& other) noexcept;
   ~GradientLease();
-  Tensor operator[](ParameterId id) const;    // UsageError for frozen parameters and those of another unit
-  void absent(ParameterId id);                // no gradient this time: not the same as zero
-  void commit(Stream stream);                 // the unit's last contribution of this pass
-  void commit_partial(Stream stream);         // more contributions of this pass follow (a unit used twice)
+  Tensor operator[](ParameterId id) const;  // UsageError for frozen parameters and those of another unit
+  void absent(ParameterId id);              // no gradient this time: not the same as zero
+  void commit(Stream stream);               // the unit's last contribution of this pass
+  void commit_partial(Stream stream);       // more contributions of this pass follow (a unit used twice)
 
  private:
   friend class EngineImplementation;
@@ -108,8 +108,8 @@ enum class Pass : std::uint8_t { train, evaluate };
 
 struct PassOptions {
   Pass kind = Pass::train;
-  std::uint64_t key = 0;               // selects the trace (a sequence length, say)
-  int micro_batches = 1;               // that this pass covers (more than one: all micro-batches of a layer in turn)
+  std::uint64_t key = 0;  // selects the trace (a sequence length, say)
+  int micro_batches = 1;  // that this pass covers (more than one: all micro-batches of a layer in turn)
 };
 
 // Ends the pass when destroyed. Move-only.
@@ -132,16 +132,16 @@ struct GroupRate {
   std::optional<double> weight_decay;  // nothing: optimizer.weight_decay
 };
 struct StepOptions {
-  int micro_batches = 1;               // gradients are averaged over them
-  std::optional<double> learning_rate; // nothing: optimizer.learning_rate
-  std::vector<GroupRate> group_rates;  // where a group differs
+  int micro_batches = 1;                // gradients are averaged over them
+  std::optional<double> learning_rate;  // nothing: optimizer.learning_rate
+  std::vector<GroupRate> group_rates;   // where a group differs
 };
 
 struct GradientNorm {
-  double value = 0;                    // global norm of the mean gradient, unscaled; NaN or infinity where not finite
+  double value = 0;  // global norm of the mean gradient, unscaled; NaN or infinity where not finite
   bool finite = true;
-  double clip_factor = 1;              // that update() will apply
-  std::string non_finite_parameter;    // "unit/parameter" of the first, where not finite
+  double clip_factor = 1;            // that update() will apply
+  std::string non_finite_parameter;  // "unit/parameter" of the first, where not finite
 };
 
 // One optimizer step. Destroying it before update() or discard() discards.
@@ -152,10 +152,10 @@ class Step {
   Step& operator=(Step&& other) noexcept;
   ~Step();
   PassScope begin_pass(PassOptions options = {});
-  double loss_scale() const;           // multiply the loss by it; 1 without loss scaling
-  GradientNorm finish_backward();      // waits for all gradients; once, after the last pass
-  void update();                       // UsageError where the gradients are not finite
-  void discard();                      // nothing changes but a dynamic loss scale (UsageError with eager timing)
+  double loss_scale() const;       // multiply the loss by it; 1 without loss scaling
+  GradientNorm finish_backward();  // waits for all gradients; once, after the last pass
+  void update();                   // UsageError where the gradients are not finite
+  void discard();                  // nothing changes but a dynamic loss scale (UsageError with eager timing)
 
  private:
   friend class EngineImplementation;
@@ -165,30 +165,30 @@ class Step {
 // How unit accesses are expected before a first step has shown them.
 struct ExpectedAccess {
   UnitId unit;
-  bool parameters = true;              // its parameters are acquired
-  bool gradient = false;               // and a gradient is committed before they are released
+  bool parameters = true;  // its parameters are acquired
+  bool gradient = false;   // and a gradient is committed before they are released
 };
 
 // Replaces parts of the world; all optional.
 struct EngineEnvironment {
-  std::function<void(LogLevel, std::string_view)> log;       // one line, no newline; empty: silence
-  std::shared_ptr<void> device;                              // an offload::Device of the trainer's
-  std::shared_ptr<void> communicator;                        // an engine Communicator of the trainer's
-  std::shared_ptr<void> test_hooks;                          // for the engine's own tests
+  std::function<void(LogLevel, std::string_view)> log;  // one line, no newline; empty: silence
+  std::shared_ptr<void> device;                         // an offload::Device of the trainer's
+  std::shared_ptr<void> communicator;                   // an engine Communicator of the trainer's
+  std::shared_ptr<void> test_hooks;                     // for the engine's own tests
 };
 
 class Engine {
  public:
   explicit Engine(const Config& config, EngineEnvironment environment = {});
-  ~Engine();                           // drains; nothing is left in flight
+  ~Engine();  // drains; nothing is left in flight
   Engine(Engine&&) noexcept;
   Engine(const Engine&) = delete;
 
   // Before commit.
   UnitId add_unit(std::string name, std::vector<ParameterSpec> parameters);
-  ParameterId parameter(UnitId unit, std::string_view name) const;      // UsageError where there is none
-  void expect_order(std::vector<ExpectedAccess> accesses, int micro_batches = 1);   // of one training pass
-  void commit();                       // partitions, places, reserves, compiles; PlanError where it cannot fit
+  ParameterId parameter(UnitId unit, std::string_view name) const;                 // UsageError where there is none
+  void expect_order(std::vector<ExpectedAccess> accesses, int micro_batches = 1);  // of one training pass
+  void commit();  // partitions, places, reserves, compiles; PlanError where it cannot fit
 
   // After commit, before the first step. fill(parameter, first element, values): any range, any order, on this thread;
   // it writes all of `values`.
@@ -196,22 +196,22 @@ class Engine {
   void initialize(const Fill& fill);
 
   Step begin_step(StepOptions options = {});
-  PassScope begin_pass(PassOptions options);                            // evaluation between steps
-  ParameterLease acquire(UnitId unit, Stream stream);                   // ready on that stream; does not wait
+  PassScope begin_pass(PassOptions options);           // evaluation between steps
+  ParameterLease acquire(UnitId unit, Stream stream);  // ready on that stream; does not wait
   GradientLease gradients(UnitId unit, Stream stream);
 
-  void settle();                                                        // runs all pending updates
+  void settle();  // runs all pending updates
   // Current values in fp32 (the exact master). Runs the unit's pending update first.
   void read(ParameterId id, std::int64_t first_element, std::span<float> values);
   // Optimizer states, for tests and export: step count, moments. Same order of elements as read().
   std::uint64_t step_count(ParameterId id);
   void read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg, std::span<float> exp_avg_sq);
 
-  Stream stream() const;               // the engine's own compute stream
+  Stream stream() const;  // the engine's own compute stream
   Stream make_stream(std::string_view name);
-  std::uint64_t layout_generation() const;   // addresses at a trace position are the same while this is
-  Report report() const;               // effective settings, bytes, times, peaks; cheap
-  void write_trace(const std::string& path) const;   // what the last steps did, for Perfetto
+  std::uint64_t layout_generation() const;          // addresses at a trace position are the same while this is
+  Report report() const;                            // effective settings, bytes, times, peaks; cheap
+  void write_trace(const std::string& path) const;  // what the last steps did, for Perfetto
   const Config& config() const;
 
  private:

@@ -15,8 +15,8 @@ enum class Lane : std::uint8_t { nvme_read, nvme_write, host_to_device, device_t
 constexpr int kLaneCount = 7;
 
 struct LaneReport {
-  std::uint64_t bytes = 0;             // moved (cpu: bytes of memory that updates touch)
-  std::uint64_t busy_ns = 0;           // at least one task running
+  std::uint64_t bytes = 0;    // moved (cpu: bytes of memory that updates touch)
+  std::uint64_t busy_ns = 0;  // at least one task running
   std::uint64_t tasks = 0;
 };
 
@@ -29,21 +29,21 @@ struct Report {
   std::int64_t parameters = 0;
   int world_size = 1;
   int rank = 0;
-  std::string device, timing, placement, io_backend, io_backend_reason;   // effective
+  std::string device, timing, placement, io_backend, io_backend_reason;  // effective
   int threads = 1;
   int zero_stage = 3;
-  double resident_fraction = 0;        // of the states' NVMe traffic that placement saves
+  double resident_fraction = 0;  // of the states' NVMe traffic that placement saves
   std::uint64_t nvme_stored_bytes = 0;
   std::array<LaneReport, kLaneCount> lanes{};
   std::uint64_t steps_updated = 0;
   std::uint64_t steps_discarded = 0;
   std::uint64_t acquires = 0;
-  std::uint64_t acquires_prefetched = 0;     // under way or there before they were asked for
+  std::uint64_t acquires_prefetched = 0;  // under way or there before they were asked for
   std::uint64_t trace_repairs = 0;
-  std::uint64_t acquire_wait_ns = 0;         // host time blocked in calls
+  std::uint64_t acquire_wait_ns = 0;  // host time blocked in calls
   std::uint64_t budget_device_bytes = 0, budget_host_bytes = 0;
   std::uint64_t peak_device_bytes = 0, peak_host_bytes = 0;
-  std::vector<MemoryRange> device_memory, host_memory;                     // the static maps, by name
+  std::vector<MemoryRange> device_memory, host_memory;  // the static maps, by name
 };
 
 }  // namespace ballast

@@ -211,7 +211,8 @@ class Scheduler {
   struct ChunkState {
     Index queue_head = kNone, queue_tail = kNone;        // fetch and update jobs
     Index gradient_head = kNone, gradient_tail = kNone;  // gradient jobs
-    Index update_job = kNone;                            // the last one queued that has not updated yet
+    Index waiting_job = kNone;                           // update: for a gradient or a decision to come
+    Index open_job = kNone;                              // update: may run, has not updated yet
     Index gradient_slot = kNone;                         // holds the gradient until the update has consumed it
     bool contributed = false;                            // has a gradient in the running step
     bool eager = false;                                  // ... whose update does not wait for decide()
@@ -241,7 +242,7 @@ class Scheduler {
   Index append_entry(Index unit, std::uint64_t offset, std::uint64_t bytes, bool gradient, bool leased);
   Index append_job(JobKind kind, Index chunk, Index entry, std::uint64_t key);
   void append_fetch(Index chunk, Index entry);
-  void append_update(Index chunk, Index entry, bool copy_first, bool gate_on_gradient, std::uint64_t key);
+  Index append_update(Index chunk, Index entry, bool copy_first, bool gate_on_gradient, std::uint64_t key);
   void want_slot(Index job, SlotKind kind);
   void serve_slots(SlotKind kind);
   void free_slot(SlotKind kind, Index slot);
@@ -257,10 +258,7 @@ class Scheduler {
   void cancel_stale(Index unit);
   bool unit_update_unclaimed(Index unit) const;
   // A queued update of the chunk still waits for its gradient or for decide().
-  bool update_waits(Index chunk) const {
-    const Index job = chunk_states_[chunk].update_job;
-    return job != kNone && !jobs_[job].gate_open;
-  }
+  bool update_waits(Index chunk) const { return chunk_states_[chunk].waiting_job != kNone; }
   void end_entry_if_over(Index entry);
   bool entry_ready(const Entry& entry) const;
   void refresh_ranges();
