@@ -89,8 +89,8 @@ ThreadStorage::ThreadStorage(const StorageOptions& options, ResultHook hook)
 }
 
 ThreadStorage::~ThreadStorage() {
-  if (::getpid() != process_) {  // a forked child has none of these threads
-    for (std::thread& thread : threads_) thread.detach();
+  if (::getpid() != process_) {  // a forked child has none of these threads, and leaves all that is theirs
+    static_cast<void>(new std::vector<std::thread>(std::move(threads_)));
     static_cast<void>(work_.release());
     static_cast<void>(finished_.release());
     return;

@@ -151,6 +151,19 @@ TEST_P(ChunkStoreOverBackends, OddElementCountsKeepTheirLengthRuleAcrossRunsAndS
   }
 }
 
+TEST_P(ChunkStoreOverBackends, AParameterWhoseLengthEndsInsideASectorKeepsItsLastBlock) {
+  // 14,412,000 bf16 elements: 28,824,000 bytes, 448 beyond a sector and a page.
+  test::ScratchDirectory directory;
+  ChunkStoreOptions options = options_for({directory / "a"}, {28'824'000});
+  options.backend = GetParam();
+  ChunkStore store(options);
+  EXPECT_EQ(padded(store, 28'824'000), base::round_up(28'824'000, store.alignment_bytes()));
+  if (store.alignment_bytes() == 4096) {
+    EXPECT_EQ(padded(store, 28'824'000), 28'827'648u);
+  }
+  write_and_read_all(store, options.chunk_bytes, 1);
+}
+
 TEST_P(ChunkStoreOverBackends, RewritingOneChunkInPartChangesNothingElse) {
   test::ScratchDirectory directory;
   const std::vector<std::uint64_t> lengths(5, 10'000);

@@ -191,12 +191,12 @@ TEST_P(StorageUnderFaults, ThousandsOfOperationsOverAFewSlotsEachComeBackOnce) {
   const test::Descriptor file(open_file(4 << 20, 0));  // cached, so completions come at once and in bulk
   auto storage = make({.block_bytes = 4096, .queue_depth = 8});
   const std::uint32_t index = storage->add_file(file.get());
-  test::AlignedMemory memory(4 << 20);
+  test::AlignedMemory memory(8 << 20);
   std::vector<Operation> operations(2048);
   std::vector<Operation*> pointers;
   for (std::size_t i = 0; i < operations.size(); ++i) {
     operations[i].file = index;
-    operations[i].data = memory.data() + (i % 1024) * 4096;
+    operations[i].data = memory.data() + i * 4096;
     operations[i].offset_bytes = (i % 1024) * 4096;
     operations[i].tag = i;
     pointers.push_back(&operations[i]);

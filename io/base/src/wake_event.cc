@@ -2,13 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/error.h>
 #include <ballast/base/wake_event.h>
-
-#include <cerrno>
-#include <cstring>
-
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
 
 namespace ballast::base {
 
@@ -20,7 +19,8 @@ WakeEvent::~WakeEvent() { ::close(descriptor_); }
 
 void WakeEvent::notify() noexcept {
   const std::uint64_t one = 1;
-  // EAGAIN means that the counter is full, that is, already notified; EINTR cannot happen on a descriptor that never blocks.
+  // EAGAIN means that the counter is full, that is, already notified; EINTR cannot happen on a descriptor that never
+  // blocks.
   [[maybe_unused]] const ssize_t written = ::write(descriptor_, &one, sizeof one);
 }
 

@@ -3,6 +3,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ballast/io/open_storage.h>
+
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -12,21 +14,21 @@
 #include <string>
 #include <vector>
 
-#include <ballast/io/open_storage.h>
-
 namespace ballast::io {
 
 struct ChunkStoreOptions {
-  std::vector<std::string> paths;          // directories, made where missing
+  std::vector<std::string> paths;  // directories, made where missing
   Backend backend = Backend::automatic;
   StorageOptions storage;
   std::uint32_t rank = 0;                  // part of the file name
   std::uint32_t slots_per_chunk = 1;       // 1, or 2 for durable steps
   std::vector<std::uint64_t> chunk_bytes;  // logical length of each chunk's extent; 0 where a chunk is not stored
-  std::array<std::uint8_t, 16> run_identity{};  // of this run; goes into the header
-  bool keep_on_close = false;              // false: the file is removed at a normal close
+  // Of this run; goes into the header. A file that carries the same one and the same layout keeps its contents, any
+  // other is emptied first. All zeros: a run without identity, never the same as another.
+  std::array<std::uint8_t, 16> run_identity{};
+  bool keep_on_close = false;  // false: the file is removed at a normal close
   int lock_wait_ms = 10'000;
-  std::function<void(std::string)> note;   // one-line notes for people (back end, buffered I/O, leftovers); may be empty
+  std::function<void(std::string)> note;  // one-line notes for people (back end, buffered I/O, leftovers); may be empty
   // For tests and decorators: makes the storage of a path instead of open_storage().
   std::function<OpenedStorage(Backend, const StorageOptions&, const std::string& path)> storage_factory;
 };
@@ -42,9 +44,9 @@ struct Transfer {
   std::byte* data = nullptr;
   std::uint64_t bytes = 0;
   std::uint64_t tag = 0;
-  int error_number = 0;   // valid when handed back
+  int error_number = 0;  // valid when handed back
 
-  Operation operation;    // the store's own
+  Operation operation;  // the store's own
 };
 
 class ChunkStore {
@@ -68,10 +70,10 @@ class ChunkStore {
   std::size_t outstanding() const;
 
   std::uint64_t alignment_bytes() const;
-  std::string_view backend_name() const;         // "io_uring" or "threads"
+  std::string_view backend_name() const;  // "io_uring" or "threads"
   std::string backend_reason() const;
-  bool direct() const;                           // false where a path only allows buffered I/O
-  StorageCounters counters() const;              // summed over paths
+  bool direct() const;               // false where a path only allows buffered I/O
+  StorageCounters counters() const;  // summed over paths
   std::uint64_t reserved_bytes() const;
   // "FILE at OFFSET": where a transfer goes, for error texts.
   std::string describe(const Transfer& transfer) const;

@@ -2,10 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ballast/io/storage.h>
+
 #include <memory>
 #include <string>
-
-#include <ballast/io/storage.h>
 
 namespace ballast::io {
 

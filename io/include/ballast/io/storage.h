@@ -3,14 +3,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ballast/base/wake_event.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
-
-#include <ballast/base/wake_event.h>
 
 namespace ballast::io {
 
@@ -27,17 +27,18 @@ enum class OperationState : std::uint8_t { idle, queued, in_flight, done, cancel
 struct Operation {
   Direction direction = Direction::read;
   Priority priority = Priority::high;
-  std::uint32_t file = 0;        // as returned by Storage::open
+  std::uint32_t file = 0;  // as returned by Storage::open
   std::uint64_t offset_bytes = 0;
   std::byte* data = nullptr;
   std::uint64_t bytes = 0;
-  std::uint64_t tag = 0;         // the caller's own
+  std::uint64_t tag = 0;  // the caller's own
 
   OperationState state = OperationState::idle;  // set by the storage
-  int error_number = 0;                         // 0, or a positive errno; valid once done
+  int error_number = 0;                         // 0, or a positive errno; valid once done. ENODATA: it reads beyond the
+                                                // end; EINVAL: not aligned; EBADF: no such file; ECANCELED: cancelled
   std::uint64_t transferred_bytes = 0;          // equals bytes where error_number is 0
 
-  std::uint64_t reserved[6] = {};               // the storage's bookkeeping while in its hands
+  std::uint64_t reserved[6] = {};  // the storage's bookkeeping while in its hands
 };
 
 struct StorageOptions {
@@ -52,7 +53,7 @@ struct StorageCounters {
   std::uint64_t written_bytes = 0;
   std::uint64_t read_requests = 0;
   std::uint64_t write_requests = 0;
-  std::uint64_t retries = 0;      // EINTR, EAGAIN, EBUSY and short counts resumed
+  std::uint64_t retries = 0;  // EINTR, EAGAIN, EBUSY and short counts resumed
 };
 
 // One thread at a time. The destructor cancels what is queued and waits for what is in flight: afterwards no memory is
@@ -79,9 +80,9 @@ class Storage {
   // still comes back through poll().
   virtual void cancel(Operation& operation) = 0;
 
-  virtual std::size_t outstanding() const = 0;            // submitted and not yet handed back
-  virtual std::uint64_t alignment_bytes() const = 0;      // the largest over its files; 1 where there is none
-  virtual std::string_view name() const = 0;              // "io_uring", "threads", "memory", ...
+  virtual std::size_t outstanding() const = 0;        // submitted and not yet handed back
+  virtual std::uint64_t alignment_bytes() const = 0;  // the largest over its files; 1 where there is none
+  virtual std::string_view name() const = 0;          // "io_uring", "threads", "memory", ...
   virtual const StorageCounters& counters() const = 0;
 };
 

@@ -15,7 +15,9 @@ constexpr std::uint64_t mix(std::uint64_t x) {
 }
 
 // The counter-th 64-bit value of the stream.
-constexpr std::uint64_t random_at(std::uint64_t seed, std::uint64_t counter) { return mix(mix(seed) ^ mix(counter * 2 + 1)); }
+constexpr std::uint64_t random_at(std::uint64_t seed, std::uint64_t counter) {
+  return mix(mix(seed) ^ mix(counter * 2 + 1));
+}
 
 // A sequential view of one stream.
 class Random {
