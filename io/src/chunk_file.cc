@@ -5,8 +5,10 @@
 #include <ballast/base/error.h>
 #include <ballast/base/size.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -196,7 +198,11 @@ void ChunkFile::choose_mode(const HeaderBlock& block, std::string* reason) {
   if (flags < 0) throw IoError("chunk file " + path_ + ": " + errno_text(errno));
   direct_ = false;
   alignment_bytes_ = kUsualAlignmentBytes;
-  if (::fcntl(descriptor_, F_SETFL, flags | O_DIRECT) != 0) {
+  struct statfs system = {};
+  if (::fstatfs(descriptor_, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) {
+    // Newer kernels take direct requests there too, and copy all the same.
+    *reason = "it is in memory, not on a drive: what is stored there counts as memory";
+  } else if (::fcntl(descriptor_, F_SETFL, flags | O_DIRECT) != 0) {
     *reason = errno_text(errno);
   } else {
     for (std::uint64_t alignment = std::max(stated_alignment_bytes(descriptor_), kUsualAlignmentBytes);
