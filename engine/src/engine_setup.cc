@@ -99,6 +99,7 @@ EngineImplementation::EngineImplementation(const Config& config, EngineEnvironme
   }
   communicator_ = environment_.communicator ? std::static_pointer_cast<Communicator>(environment_.communicator)
                                             : make_single_communicator();
+  streams_.push_back(device_->make_stream("compute"));
 }
 
 EngineImplementation::~EngineImplementation() {
@@ -224,7 +225,6 @@ void EngineImplementation::commit() {
     units_[u].contributes = std::make_unique<bool[]>(plan_.layout.units[u].chunk_count);
   }
   chunk_contributed_.assign(plan_.layout.chunks.size(), 0);
-  streams_.push_back(device_->make_stream("compute"));
   engine::Trace& trace = traces_[{Pass::train, 0}];
   trace.openings = inputs.openings;
   const bool fits = engine::compile_trace(plan_, element_bytes(config_.precision.gradients), trace);
@@ -351,14 +351,12 @@ std::uint64_t EngineImplementation::step_count(ParameterId id) const {
 }
 
 Stream EngineImplementation::stream() const {
-  require_committed();
   Stream stream;
   stream.stream_ = streams_.front().get();
   return stream;
 }
 
 Stream EngineImplementation::make_stream(std::string_view name) {
-  require_committed();
   streams_.push_back(device_->make_stream(name));
   Stream stream;
   stream.stream_ = streams_.back().get();
