@@ -70,10 +70,9 @@ void print_opening(const Options& options, const Report& report, const gpt::Byte
               report.placement.c_str(), report.timing.c_str(), report.threads, report.threads == 1 ? "" : "s",
               report.zero_stage);
   if (report.nvme_stored_bytes > 0)
-    std::printf("NVMe: %s stored, %s%s%s\n", base::format_size(report.nvme_stored_bytes).c_str(),
-                report.io_backend.c_str(), report.io_backend_reason.empty() ? "" : ": ",
-                report.io_backend_reason.c_str());
-  std::printf("maths: %s; %s of activations\n", trainer.maths_note().c_str(),
+    std::printf("NVMe: %s stored, moved by %s\n", base::format_size(report.nvme_stored_bytes).c_str(),
+                report.io_backend.c_str());
+  std::printf("%s; %s of activations\n", trainer.maths_note().c_str(),
               base::format_size(trainer.activation_bytes()).c_str());
   std::fflush(stdout);
 }
