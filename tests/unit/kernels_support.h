@@ -48,11 +48,12 @@ void on_each_target(Body body) {
   ASSERT_TRUE(force_target(""));
 }
 
-// The lengths that a vector loop can get wrong: up to four of the widest vectors and a few more, and some large ones.
+// The lengths that a vector loop can get wrong: up to four of the widest steps (two vectors) and a few more, and some
+// large ones.
 inline std::vector<std::size_t> lengths() {
   std::vector<std::size_t> all;
-  for (std::size_t count = 0; count <= 4 * 16 + 3; ++count) all.push_back(count);
-  for (const std::size_t count : {127u, 1023u, 1025u, 4097u, 65537u}) all.push_back(count);
+  for (std::size_t count = 0; count <= 4 * 32 + 3; ++count) all.push_back(count);
+  for (const std::size_t count : {1023u, 1025u, 4097u, 65537u}) all.push_back(count);
   return all;
 }
 

@@ -59,14 +59,14 @@ HWY_INLINE Vf sum_of_products(Vf a, Vf b, Vf c, Vf d) {
 #if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
   // One lane has no halves, and the emulated narrowing makes infinity finite.
   float as[kLanes], bs[kLanes], cs[kLanes], ds[kLanes];
-  store_fp32(a, as);
-  store_fp32(b, bs);
-  store_fp32(c, cs);
-  store_fp32(d, ds);
+  hn::StoreU(a, F32(), as);
+  hn::StoreU(b, F32(), bs);
+  hn::StoreU(c, F32(), cs);
+  hn::StoreU(d, F32(), ds);
   for (std::size_t lane = 0; lane < kLanes; ++lane) {
     as[lane] = static_cast<float>(double{as[lane]} * double{bs[lane]} + double{cs[lane]} * double{ds[lane]});
   }
-  return load_fp32(as);
+  return load(as);
 #else
   constexpr hn::Half<F32> half;
   constexpr hn::RepartitionToWide<F32> wide;
@@ -78,53 +78,66 @@ HWY_INLINE Vf sum_of_products(Vf a, Vf b, Vf c, Vf d) {
 #endif
 }
 
-// One vector of elements from index i.
-template <bool kL2, class S, ParameterFormat kFormat>
-HWY_INLINE void update(const Constants& c, const S& s, std::integral_constant<ParameterFormat, kFormat>,
-                       std::size_t i) {
-  Vf p;
-  if constexpr (kFormat == ParameterFormat::split_bf16) {
-    p = merge_load(s.parameter + i, s.master + i);
-  } else if constexpr (kFormat == ParameterFormat::fp16) {
-    p = load_fp32(s.master + i);
-  } else {
-    p = load_fp32(s.parameter + i);
-  }
-
-  Vf g = load_fp32(s.gradient + i);
+// One vector: from the old p, m and v and the gradient to the new ones, m and v as they are stored.
+template <bool kL2, class Moment>
+HWY_INLINE void step(const Constants& c, Vf g, const Moment* storage, Vf& p, Vf& m, Vf& v) {
   if constexpr (kL2) {
     g = sum_of_products(g, c.gradient_scale, p, c.l2_decay);
   } else {
     g = hn::Mul(g, c.gradient_scale);
   }
   p = hn::Mul(p, c.decay_factor);
+  m = as_stored(hn::Add(hn::Mul(c.beta1, m), hn::Mul(c.one_minus_beta1, g)), storage);
+  v = as_stored(hn::Add(hn::Mul(c.beta2, v), hn::Mul(c.one_minus_beta2, hn::Mul(g, g))), storage);
 
-  Vf m = load_fp32(s.exp_avg + i);
-  m = hn::Add(hn::Mul(c.beta1, m), hn::Mul(c.one_minus_beta1, g));
-  Vf v = load_fp32(s.exp_avg_sq + i);
-  v = hn::Add(hn::Mul(c.beta2, v), hn::Mul(c.one_minus_beta2, hn::Mul(g, g)));
-  store_fp32(m, s.exp_avg + i);
-  store_fp32(v, s.exp_avg_sq + i);
-  m = as_stored(m, s.exp_avg);
-  v = as_stored(v, s.exp_avg_sq);
-
-  const Vf step = hn::Mul(c.step_size, m);
+  const Vf change = hn::Mul(c.step_size, m);
   const Vf denominator = hn::Add(hn::Mul(hn::Sqrt(v), c.inverse_sqrt_correction2), c.epsilon);
-  // A step of zero keeps p's bits, -0 among them, and makes 0 / 0 (no gradient yet, epsilon 0) no step.
-  const auto stays = hn::Eq(step, hn::Zero(F32()));
-  p = hn::IfThenElse(stays, p, hn::Sub(p, hn::Div(step, denominator)));
+  // A change of zero keeps p's bits, -0 among them, and makes 0 / 0 (no gradient yet, epsilon 0) no step.
+  const auto stays = hn::Eq(change, hn::Zero(F32()));
+  p = hn::IfThenElse(stays, p, hn::Sub(p, hn::Div(change, denominator)));
+}
 
+template <ParameterFormat kFormat, class S>
+HWY_INLINE Vf load_parameter(const S& s, std::size_t i) {
+  if constexpr (kFormat == ParameterFormat::split_bf16) {
+    return merge_load(s.parameter + i, s.master + i);
+  } else if constexpr (kFormat == ParameterFormat::fp16) {
+    return load(s.master + i);
+  } else {
+    return load(s.parameter + i);
+  }
+}
+
+template <ParameterFormat kFormat, class S>
+HWY_INLINE void store_parameters(Vf first, Vf second, const S& s, std::size_t i) {
   auto* const published = s.published == nullptr ? nullptr : s.published + i;
   if constexpr (kFormat == ParameterFormat::split_bf16) {
-    split_store(p, s.parameter + i, s.master + i, published);
+    split_store(first, second, s.parameter + i, s.master + i, published);
   } else if constexpr (kFormat == ParameterFormat::fp16) {
-    store_fp32(p, s.master + i);
-    store_fp16(p, s.parameter + i);
-    if (published != nullptr) store_fp16(p, published);
+    store(first, second, s.master + i);
+    store_fp16(first, second, s.parameter + i);
+    if (published != nullptr) store_fp16(first, second, published);
   } else {
-    store_fp32(p, s.parameter + i);
-    if (published != nullptr) store_fp32(p, published);
+    store(first, second, s.parameter + i);
+    if (published != nullptr) store(first, second, published);
   }
+}
+
+// kStep elements from index i.
+template <bool kL2, ParameterFormat kFormat, class S>
+HWY_INLINE void update(const Constants& c, const S& s, std::size_t i) {
+  const std::size_t j = i + kLanes;
+  Vf p0 = load_parameter<kFormat>(s, i);
+  Vf p1 = load_parameter<kFormat>(s, j);
+  Vf m0 = load(s.exp_avg + i);
+  Vf m1 = load(s.exp_avg + j);
+  Vf v0 = load(s.exp_avg_sq + i);
+  Vf v1 = load(s.exp_avg_sq + j);
+  step<kL2>(c, load(s.gradient + i), s.exp_avg, p0, m0, v0);
+  step<kL2>(c, load(s.gradient + j), s.exp_avg, p1, m1, v1);
+  store(m0, m1, s.exp_avg + i);
+  store(v0, v1, s.exp_avg_sq + i);
+  store_parameters<kFormat>(p0, p1, s, i);
 }
 
 template <class T>
@@ -135,7 +148,6 @@ void copy_elements(T* destination, const T* source, std::size_t count) {
 template <bool kL2, ParameterFormat kFormat, ElementType kMoment, ElementType kGradient>
 void update_range(const AdamScalars& scalars, const AdamArrays& arrays, std::size_t count) {
   using S = Streams<kFormat, kMoment, kGradient>;
-  constexpr std::integral_constant<ParameterFormat, kFormat> kTag;
   const Constants constants(scalars);
   const S s{
       static_cast<typename S::Parameter*>(arrays.parameter),     static_cast<typename S::Master*>(arrays.master),
@@ -143,23 +155,23 @@ void update_range(const AdamScalars& scalars, const AdamArrays& arrays, std::siz
       static_cast<const typename S::Gradient*>(arrays.gradient), static_cast<typename S::Parameter*>(arrays.published)};
 
   std::size_t i = 0;
-  for (; count - i >= kLanes; i += kLanes) update<kL2>(constants, s, kTag, i);
+  for (; count - i >= kStep; i += kStep) update<kL2, kFormat>(constants, s, i);
 
   const std::size_t rest = count - i;
   if (rest == 0) return;
   // The tail runs the same code on copies, so its bits cannot differ and nothing outside the arrays is touched.
-  alignas(64) typename S::Parameter parameter[kLanes] = {};
-  alignas(64) typename S::Master master[kLanes] = {};
-  alignas(64) typename S::Moment exp_avg[kLanes] = {};
-  alignas(64) typename S::Moment exp_avg_sq[kLanes] = {};
-  alignas(64) typename S::Gradient gradient[kLanes] = {};
+  alignas(64) typename S::Parameter parameter[kStep] = {};
+  alignas(64) typename S::Master master[kStep] = {};
+  alignas(64) typename S::Moment exp_avg[kStep] = {};
+  alignas(64) typename S::Moment exp_avg_sq[kStep] = {};
+  alignas(64) typename S::Gradient gradient[kStep] = {};
   constexpr bool kHasMaster = kFormat != ParameterFormat::fp32;
   copy_elements(parameter, s.parameter + i, rest);
   if constexpr (kHasMaster) copy_elements(master, s.master + i, rest);
   copy_elements(exp_avg, s.exp_avg + i, rest);
   copy_elements(exp_avg_sq, s.exp_avg_sq + i, rest);
   copy_elements(gradient, s.gradient + i, rest);
-  update<kL2>(constants, S{parameter, master, exp_avg, exp_avg_sq, gradient, nullptr}, kTag, 0);
+  update<kL2, kFormat>(constants, S{parameter, master, exp_avg, exp_avg_sq, gradient, nullptr}, 0);
   copy_elements(s.parameter + i, parameter, rest);
   if constexpr (kHasMaster) copy_elements(s.master + i, master, rest);
   copy_elements(s.exp_avg + i, exp_avg, rest);

@@ -17,35 +17,42 @@ HWY_BEFORE_NAMESPACE();
 namespace ballast::kernels::HWY_NAMESPACE {
 namespace {
 
+// Each converts kStep elements.
 struct ToBf16 {
   HWY_INLINE void operator()(const float* source, std::uint16_t* destination) const {
-    store_16(bf16_round(load_fp32(source)), destination);
+    store(as_stored(load(source), destination), as_stored(load(source + kLanes), destination), destination);
   }
 };
 struct FromBf16 {
   HWY_INLINE void operator()(const std::uint16_t* source, float* destination) const {
-    store_fp32(bf16_widen(load_16(source)), destination);
+    store(load(source), load(source + kLanes), destination);
   }
 };
 struct ToFp16 {
   HWY_INLINE void operator()(const float* source, std::uint16_t* destination) const {
-    store_fp16(load_fp32(source), destination);
+    store_fp16(load(source), load(source + kLanes), destination);
   }
 };
 struct FromFp16 {
   HWY_INLINE void operator()(const std::uint16_t* source, float* destination) const {
-    store_fp32(load_fp16(source), destination);
+    store(load_fp16(source), load_fp16(source + kLanes), destination);
   }
 };
+HWY_INLINE void split(const float* source, std::uint16_t* parameter, std::uint16_t* remainder) {
+  split_store(load(source), load(source + kLanes), parameter, remainder, nullptr);
+}
+HWY_INLINE void merge(const std::uint16_t* parameter, const std::uint16_t* remainder, float* destination) {
+  store(merge_load(parameter, remainder), merge_load(parameter + kLanes, remainder + kLanes), destination);
+}
 
-// Whole vectors in place, the tail through copies with the same code.
+// Whole steps in place, the tail through copies with the same code.
 template <class Body, class From, class To>
 HWY_INLINE void convert_range(Body body, const From* source, To* destination, std::size_t count) {
   std::size_t i = 0;
-  for (; count - i >= kLanes; i += kLanes) body(source + i, destination + i);
+  for (; count - i >= kStep; i += kStep) body(source + i, destination + i);
   if (i == count) return;
-  From from[kLanes] = {};
-  To to[kLanes];
+  From from[kStep] = {};
+  To to[kStep];
   std::memcpy(from, source + i, (count - i) * sizeof(From));
   body(from, to);
   std::memcpy(destination + i, to, (count - i) * sizeof(To));
@@ -66,14 +73,14 @@ void fp16_to_fp32_cpu(const std::uint16_t* source, float* destination, std::size
 
 void split_fp32_cpu(const float* source, std::uint16_t* parameter, std::uint16_t* remainder, std::size_t count) {
   std::size_t i = 0;
-  for (; count - i >= kLanes; i += kLanes) split_store(load_fp32(source + i), parameter + i, remainder + i, nullptr);
+  for (; count - i >= kStep; i += kStep) split(source + i, parameter + i, remainder + i);
   if (i == count) return;
   const std::size_t rest = count - i;
-  float from[kLanes] = {};
-  std::uint16_t upper[kLanes];
-  std::uint16_t lower[kLanes];
+  float from[kStep] = {};
+  std::uint16_t upper[kStep];
+  std::uint16_t lower[kStep];
   std::memcpy(from, source + i, rest * sizeof(float));
-  split_store(load_fp32(from), upper, lower, nullptr);
+  split(from, upper, lower);
   std::memcpy(parameter + i, upper, rest * sizeof(std::uint16_t));
   std::memcpy(remainder + i, lower, rest * sizeof(std::uint16_t));
 }
@@ -81,15 +88,15 @@ void split_fp32_cpu(const float* source, std::uint16_t* parameter, std::uint16_t
 void merge_fp32_cpu(const std::uint16_t* parameter, const std::uint16_t* remainder, float* destination,
                     std::size_t count) {
   std::size_t i = 0;
-  for (; count - i >= kLanes; i += kLanes) store_fp32(merge_load(parameter + i, remainder + i), destination + i);
+  for (; count - i >= kStep; i += kStep) merge(parameter + i, remainder + i, destination + i);
   if (i == count) return;
   const std::size_t rest = count - i;
-  std::uint16_t upper[kLanes] = {};
-  std::uint16_t lower[kLanes] = {};
-  float to[kLanes];
+  std::uint16_t upper[kStep] = {};
+  std::uint16_t lower[kStep] = {};
+  float to[kStep];
   std::memcpy(upper, parameter + i, rest * sizeof(std::uint16_t));
   std::memcpy(lower, remainder + i, rest * sizeof(std::uint16_t));
-  store_fp32(merge_load(upper, lower), to);
+  merge(upper, lower, to);
   std::memcpy(destination + i, to, rest * sizeof(float));
 }
 

@@ -28,6 +28,8 @@ using Vf = hn::Vec<F32>;
 using Vu = hn::Vec<U32>;
 
 inline constexpr std::size_t kLanes = hn::MaxLanes(F32());
+// The loops take two vectors at a time, so that their 16-bit halves fill one.
+inline constexpr std::size_t kStep = 2 * kLanes;
 
 HWY_INLINE Vu bits_of(Vf value) { return hn::BitCast(U32(), value); }
 HWY_INLINE Vf float_of(Vu bits) { return hn::BitCast(F32(), bits); }
@@ -36,49 +38,77 @@ HWY_INLINE Vu select(hn::Mask<U32> mask, Vu yes, Vu no) { return hn::IfThenElse(
 HWY_INLINE hn::Mask<U32> is_nan(Vf value) { return hn::RebindMask(U32(), hn::IsNaN(value)); }
 
 HWY_INLINE Vu load_16(const std::uint16_t* source) { return hn::PromoteTo(U32(), hn::LoadU(U16(), source)); }
-// Stores the low halves.
-HWY_INLINE void store_16(Vu value, std::uint16_t* destination) {
-  hn::StoreU(hn::TruncateTo(U16(), value), U16(), destination);
-}
 
-HWY_INLINE Vf bf16_widen(Vu half) { return float_of(hn::ShiftLeft<16>(half)); }
-
-// bf16 in the low halves; the upper halves are zero.
-HWY_INLINE Vu bf16_round(Vf value) {
-  const Vu bits = bits_of(value);
-  const Vu upper = hn::ShiftRight<16>(bits);
-  const Vu odd = hn::And(upper, constant(1));
-  const Vu rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, constant(0x7FFF))));
-  return select(is_nan(value), hn::Or(upper, constant(0x40)), rounded);
+#if HWY_TARGET == HWY_SCALAR
+struct Halves {
+  hn::Vec<U16> first, second;
+};
+HWY_INLINE Halves lower_halves(Vu first, Vu second) {
+  return {hn::TruncateTo(U16(), first), hn::TruncateTo(U16(), second)};
 }
+HWY_INLINE Halves upper_halves(Vu first, Vu second) {
+  return lower_halves(hn::ShiftRight<16>(first), hn::ShiftRight<16>(second));
+}
+HWY_INLINE void store(Halves halves, std::uint16_t* destination) {
+  hn::StoreU(halves.first, U16(), destination);
+  hn::StoreU(halves.second, U16(), destination + kLanes);
+}
+#else
+using Full16 = hn::Repartition<std::uint16_t, F32>;
+using Halves = hn::Vec<Full16>;
+HWY_INLINE Halves lower_halves(Vu first, Vu second) {
+  return hn::ConcatEven(Full16(), hn::BitCast(Full16(), second), hn::BitCast(Full16(), first));
+}
+HWY_INLINE Halves upper_halves(Vu first, Vu second) {
+  return hn::ConcatOdd(Full16(), hn::BitCast(Full16(), second), hn::BitCast(Full16(), first));
+}
+HWY_INLINE void store(Halves halves, std::uint16_t* destination) { hn::StoreU(halves, Full16(), destination); }
+#endif
 
 // Lanes by their storage type: fp32 arrays are float, bf16 arrays std::uint16_t.
-HWY_INLINE Vf load_fp32(const float* source) { return hn::LoadU(F32(), source); }
-HWY_INLINE Vf load_fp32(const std::uint16_t* source) { return bf16_widen(load_16(source)); }
-HWY_INLINE void store_fp32(Vf value, float* destination) { hn::StoreU(value, F32(), destination); }
-HWY_INLINE void store_fp32(Vf value, std::uint16_t* destination) { store_16(bf16_round(value), destination); }
-// What a load after the store gives.
+HWY_INLINE Vf load(const float* source) { return hn::LoadU(F32(), source); }
+HWY_INLINE Vf load(const std::uint16_t* source) { return float_of(hn::ShiftLeft<16>(load_16(source))); }
+
+// The value that a type of storage keeps.
 HWY_INLINE Vf as_stored(Vf value, const float*) { return value; }
-HWY_INLINE Vf as_stored(Vf value, const std::uint16_t*) { return bf16_widen(bf16_round(value)); }
+HWY_INLINE Vf as_stored(Vf value, const std::uint16_t*) {
+  const Vu bits = bits_of(value);
+  // Half a unit, a little less where the last kept bit is even: ties go there.
+  const auto odd = hn::TestBit(bits, constant(0x10000));
+  const Vu rounded = hn::Add(bits, select(odd, constant(0x8000), constant(0x7FFF)));
+  const Vu quiet = hn::Or(bits, constant(0x00400000));
+  return float_of(hn::And(select(is_nan(value), quiet, rounded), constant(0xFFFF0000U)));
+}
+
+// Two vectors of what as_stored gave.
+HWY_INLINE void store(Vf first, Vf second, float* destination) {
+  hn::StoreU(first, F32(), destination);
+  hn::StoreU(second, F32(), destination + kLanes);
+}
+HWY_INLINE void store(Vf first, Vf second, std::uint16_t* destination) {
+  store(upper_halves(bits_of(first), bits_of(second)), destination);
+}
 
 // The split form of convert.h: ties away from zero, so that adding the signed remainder gives the bits back.
-HWY_INLINE void split_store(Vf value, std::uint16_t* parameter, std::uint16_t* remainder, std::uint16_t* published) {
+HWY_INLINE Vu split_round(Vf value) {
   const Vu bits = bits_of(value);
-  const Vu rounded = hn::ShiftRight<16>(hn::Add(bits, constant(0x8000)));
-  const Vu quiet = hn::Or(hn::ShiftRight<16>(bits), constant(0x40));
-  const auto half = hn::TruncateTo(U16(), select(is_nan(value), quiet, rounded));
-  hn::StoreU(half, U16(), parameter);
-  if (published != nullptr) hn::StoreU(half, U16(), published);
-  store_16(bits, remainder);
+  return select(is_nan(value), hn::Or(bits, constant(0x00400000)), hn::Add(bits, constant(0x8000)));
+}
+HWY_INLINE void split_store(Vf first, Vf second, std::uint16_t* parameter, std::uint16_t* remainder,
+                            std::uint16_t* published) {
+  const Halves halves = upper_halves(split_round(first), split_round(second));
+  store(halves, parameter);
+  if (published != nullptr) store(halves, published);
+  store(lower_halves(bits_of(first), bits_of(second)), remainder);
 }
 
 HWY_INLINE Vf merge_load(const std::uint16_t* parameter, const std::uint16_t* remainder) {
   const Vu upper = hn::ShiftLeft<16>(load_16(parameter));
-  const auto half = hn::LoadU(U16(), remainder);
-  const Vu plain = hn::PromoteTo(U32(), half);
-  const Vu with_sign = hn::BitCast(U32(), hn::PromoteTo(I32(), hn::BitCast(I16(), half)));
+  const auto half = hn::BitCast(I16(), hn::LoadU(U16(), remainder));
+  const Vu bits = hn::Add(upper, hn::BitCast(U32(), hn::PromoteTo(I32(), half)));
   // The halves of a NaN were cut, not rounded: a borrow would carry it out of the NaNs, or make it signal.
-  return float_of(select(is_nan(float_of(upper)), hn::Or(upper, plain), hn::Add(upper, with_sign)));
+  const Vu joined = hn::Or(upper, hn::And(bits, constant(0xFFFF)));
+  return float_of(select(is_nan(float_of(upper)), joined, bits));
 }
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2 && !defined(HWY_DISABLE_F16C)
@@ -87,9 +117,10 @@ HWY_INLINE Vf load_fp16(const std::uint16_t* source) {
   using F16 = hn::Rebind<hwy::float16_t, F32>;
   return hn::PromoteTo(F32(), hn::BitCast(F16(), hn::LoadU(U16(), source)));
 }
-HWY_INLINE void store_fp16(Vf value, std::uint16_t* destination) {
+HWY_INLINE void store_fp16(Vf first, Vf second, std::uint16_t* destination) {
   using F16 = hn::Rebind<hwy::float16_t, F32>;
-  hn::StoreU(hn::BitCast(U16(), hn::DemoteTo(F16(), value)), U16(), destination);
+  hn::StoreU(hn::BitCast(U16(), hn::DemoteTo(F16(), first)), U16(), destination);
+  hn::StoreU(hn::BitCast(U16(), hn::DemoteTo(F16(), second)), U16(), destination + kLanes);
 }
 
 #else
@@ -112,7 +143,8 @@ HWY_INLINE Vf load_fp16(const std::uint16_t* source) {
   bits = select(hn::And(not_finite, has_payload), quiet, bits);
   return float_of(hn::Or(bits, hn::ShiftLeft<16>(hn::And(half, constant(0x8000)))));
 }
-HWY_INLINE void store_fp16(Vf value, std::uint16_t* destination) {
+// In the low halves; the upper halves are zero.
+HWY_INLINE Vu fp16_round(Vf value) {
   const Vu bits = bits_of(value);
   const Vu sign = hn::ShiftRight<16>(hn::And(bits, constant(0x80000000U)));
   const Vu magnitude = hn::And(bits, constant(0x7FFFFFFF));
@@ -128,7 +160,10 @@ HWY_INLINE void store_fp16(Vf value, std::uint16_t* destination) {
   Vu half = select(hn::RebindMask(U32(), below), subnormal, normal);
   half = select(hn::RebindMask(U32(), above), constant(0x7C00), half);
   half = select(is_nan(value), quiet, half);
-  store_16(hn::Or(half, sign), destination);
+  return hn::Or(half, sign);
+}
+HWY_INLINE void store_fp16(Vf first, Vf second, std::uint16_t* destination) {
+  store(lower_halves(fp16_round(first), fp16_round(second)), destination);
 }
 
 #endif

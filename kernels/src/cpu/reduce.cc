@@ -23,20 +23,29 @@ using Vd = hn::Vec<F64>;
 inline constexpr std::size_t kDoubles = hn::MaxLanes(F64());
 
 template <class T>
+HWY_INLINE Vf accumulated(const T* destination, const T* source, Vf scale) {
+  return as_stored(hn::Add(load(destination), hn::Mul(scale, load(source))), destination);
+}
+
+// kStep elements.
+template <class T>
+HWY_INLINE void accumulate_step(T* destination, const T* source, Vf scale) {
+  const Vf first = accumulated(destination, source, scale);
+  store(first, accumulated(destination + kLanes, source + kLanes, scale), destination);
+}
+
+template <class T>
 void accumulate(T* destination, const T* source, float scale, std::size_t count) {
   const Vf factor = hn::Set(F32(), scale);
   std::size_t i = 0;
-  for (; count - i >= kLanes; i += kLanes) {
-    const Vf product = hn::Mul(factor, load_fp32(source + i));
-    store_fp32(hn::Add(load_fp32(destination + i), product), destination + i);
-  }
+  for (; count - i >= kStep; i += kStep) accumulate_step(destination + i, source + i, factor);
   if (i == count) return;
   const std::size_t rest = count - i;
-  T from[kLanes] = {};
-  T to[kLanes] = {};
+  T from[kStep] = {};
+  T to[kStep] = {};
   std::memcpy(from, source + i, rest * sizeof(T));
   std::memcpy(to, destination + i, rest * sizeof(T));
-  store_fp32(hn::Add(load_fp32(to), hn::Mul(factor, load_fp32(from))), to);
+  accumulate_step(to, from, factor);
   std::memcpy(destination + i, to, rest * sizeof(T));
 }
 
@@ -106,22 +115,24 @@ void sum_of_squares_bf16_cpu(const std::uint16_t* source, std::size_t count, dou
 
 // Infinity and NaN have all exponent bits set: the largest exponent found tells. Signed lanes, since every instruction
 // set has their maximum, and the exponent leaves the sign bit zero.
-template <class Signed, class T, class Float>
-bool all_finite(const Float* source, std::size_t count, T exponent_bits) {
+template <class Signed, class T>
+bool all_finite(const T* source, std::size_t count, hn::TFromD<Signed> exponent_bits) {
   constexpr Signed d;
+  constexpr hn::Rebind<T, Signed> loaded;
   constexpr std::size_t kWidth = hn::MaxLanes(d);
   constexpr std::size_t kCheckEvery = 64 * kWidth;  // elements between looks at the result
   const auto exponent = hn::Set(d, exponent_bits);
-  const T* const bits = reinterpret_cast<const T*>(source);
   std::size_t i = 0;
   while (i < count) {
     const std::size_t end = i + std::min(count - i, kCheckEvery);
     auto largest = hn::Zero(d);
-    for (; end - i >= kWidth; i += kWidth) largest = hn::Max(largest, hn::And(hn::LoadU(d, bits + i), exponent));
+    for (; end - i >= kWidth; i += kWidth) {
+      largest = hn::Max(largest, hn::And(hn::BitCast(d, hn::LoadU(loaded, source + i)), exponent));
+    }
     if (i != end) {
       T rest[kWidth] = {};
       std::memcpy(rest, source + i, (end - i) * sizeof(T));
-      largest = hn::Max(largest, hn::And(hn::LoadU(d, rest), exponent));
+      largest = hn::Max(largest, hn::And(hn::BitCast(d, hn::LoadU(loaded, rest)), exponent));
       i = end;
     }
     if (!hn::AllFalse(d, hn::Eq(largest, exponent))) return false;
@@ -130,10 +141,10 @@ bool all_finite(const Float* source, std::size_t count, T exponent_bits) {
 }
 
 bool all_finite_fp32_cpu(const float* source, std::size_t count) {
-  return all_finite<hn::ScalableTag<std::int32_t>, std::int32_t>(source, count, 0x7F800000);
+  return all_finite<hn::ScalableTag<std::int32_t>>(source, count, 0x7F800000);
 }
 bool all_finite_bf16_cpu(const std::uint16_t* source, std::size_t count) {
-  return all_finite<hn::ScalableTag<std::int16_t>, std::int16_t>(source, count, 0x7F80);
+  return all_finite<hn::ScalableTag<std::int16_t>>(source, count, 0x7F80);
 }
 
 }  // namespace

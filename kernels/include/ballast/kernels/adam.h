@@ -17,9 +17,9 @@ namespace ballast::kernels {
 //   p = p - step_size * m / (sqrt(v) * inverse_sqrt_correction2 + epsilon)
 // where step_size = learning_rate / (1 - beta1^t) and inverse_sqrt_correction2 = 1 / sqrt(1 - beta2^t). p steps by the
 // m and v that are stored: with bf16 moments they are rounded to nearest even first. Where step_size * m is zero p does
-// not step, so it keeps its bits at learning rate 0, and where m, v and epsilon are all 0. The L2 gradient, a sum of two
-// products that may cancel, is summed in double and rounded once. So each of m, v and p is within 4 ulp of the largest
-// summand of its formula, evaluated exactly from these scalars and the stored m and v.
+// not step, so it keeps its bits at learning rate 0, and where m, v and epsilon are all 0. The L2 gradient, a sum of
+// two products that may cancel, is summed in double and rounded once. So each of m, v and p is within 4 ulp of the
+// largest summand of its formula, evaluated exactly from these scalars and the stored m and v.
 struct AdamScalars {
   float gradient_scale;  // 1 / (loss scale * micro-batches) * clip factor
   float beta1;
