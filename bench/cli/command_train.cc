@@ -238,7 +238,9 @@ Command add_train(CLI::App& app) {
       ->check(CLI::IsMember({"horizontal", "vertical"}))
       ->capture_default_str();
   parser->add_option("--learning-rate", options->learning_rate, "Instead of optimizer.learning_rate");
-  parser->add_option("--seed", options->seed, "Of the initial parameters and of the batches")->capture_default_str();
+  parser->add_option("--seed", options->seed, "Of the initial parameters and of the batches")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   parser->add_option("--checkpoint", options->checkpoint, "Folder for checkpoints")->type_name("DIR");
   parser->add_option("--every", options->every, "Steps between checkpoints")->check(positive);
   parser->add_flag("--resume", options->resume, "Go on from the last committed state, where there is one");

@@ -42,7 +42,9 @@ int run(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
-    return fail(2, std::string(error.what()) + " (see ballast --help)");
+    const std::vector<std::string> unknown = app.remaining(true);
+    const std::string what = unknown.empty() ? error.what() : "unknown argument \"" + unknown.front() + "\"";
+    return fail(2, what + " (see ballast --help)");
   }
   for (const Command& command : commands)
     if (command.parser->parsed()) return command.run();

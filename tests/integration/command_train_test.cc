@@ -23,7 +23,7 @@ using Json = nlohmann::json;
 
 class Training : public ::testing::Test {
  protected:
-  Arguments train(const std::string& engine, const Arguments& more = {}) const {
+  Arguments train(const std::string& engine, const Arguments& more = {}, const std::string& batch = "1") const {
     Arguments all = {"train",
                      "--model",
                      source_path("configs/models/gpt-tiny.json"),
@@ -34,17 +34,17 @@ class Training : public ::testing::Test {
                      "--sequence",
                      "16",
                      "--batch",
-                     "1",
+                     batch,
                      "--set",
                      "nvme.paths=" + scratch_.path() + "/states"};
     all.insert(all.end(), more.begin(), more.end());
     return all;
   }
   // Runs it, expects success and silence on standard error, and returns what it wrote with --json.
-  Json figures(const std::string& engine, Arguments more) const {
+  Json figures(const std::string& engine, Arguments more, const std::string& batch = "1") const {
     const std::string path = scratch_.path() + "/out.json";
     more.insert(more.end(), {"--json", path});
-    const CommandResult result = run_command(train(engine, more));
+    const CommandResult result = run_command(train(engine, more, batch));
     EXPECT_EQ(result.status, 0) << result.error;
     EXPECT_THAT(result.error, IsEmpty());
     Json json = Json::parse(read_file(path), nullptr, false);
@@ -62,7 +62,7 @@ class Training : public ::testing::Test {
 };
 
 TEST_F(Training, WritesEveryFigureOfTheContract) {
-  const Json json = figures("nvme", {"--steps", "4", "--micro-batches", "2", "--batch", "6", "--order", "vertical"});
+  const Json json = figures("nvme", {"--steps", "4", "--micro-batches", "2", "--order", "vertical"}, "6");
   for (const char* key : {"parameters",
                           "world_size",
                           "first_step",
