@@ -257,12 +257,17 @@ std::vector<GptUnit> gpt_units(const GptShape& shape) {
 }
 
 std::vector<ExpectedAccess> gpt_access_order(const GptShape& shape, const std::vector<UnitId>& units) {
+  // As the trainer goes: see GptTrainer's forward, head and backward.
   std::vector<ExpectedAccess> order;
   const std::size_t last = units.size() - 1;
-  for (std::size_t i = 0; i < last; ++i) order.push_back({units[i], false});
-  order.push_back({units[last], true});
-  if (shape.tie_embeddings) order.push_back({units[0], true});
-  for (std::size_t i = last; i-- > 0;) order.push_back({units[i], true});
+  const bool tied = shape.tie_embeddings;
+  for (std::size_t i = 0; i < last; ++i) order.push_back({.unit = units[i]});
+  order.push_back({.unit = units[last], .open_through = tied ? 1 : 0});
+  if (tied) order.push_back({.unit = units[0]});
+  order.push_back({.unit = units[last], .parameters = false, .gradient = true, .open_through = tied ? 1 : 0});
+  if (tied) order.push_back({.unit = units[0], .parameters = false, .gradient = true});
+  for (std::size_t i = last; i-- > 1;) order.push_back({.unit = units[i], .gradient = true});
+  order.push_back({.unit = units[0], .parameters = false, .gradient = true});
   return order;
 }
 

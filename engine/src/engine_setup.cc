@@ -171,16 +171,26 @@ void EngineImplementation::commit() {
     inputs.openings = engine::default_openings(trainable);
   } else {
     std::vector<std::size_t> last(specs_.size(), SIZE_MAX);
+    std::vector<std::pair<std::size_t, std::size_t>> ends;  // (access, opening): what ends after that access
     std::uint32_t event = 0;
-    for (const ExpectedAccess& access : expected_order_) {
-      const bool gradient = access.gradient && units_[access.unit.index].trainable;
-      const std::uint32_t begin = event;
-      const std::uint32_t inner = begin + (access.parameters ? 1u : 0u);
-      event = inner + (gradient ? 2u : 0u) + (access.parameters ? 1u : 0u);
-      if (access.parameters) inputs.openings.push_back({access.unit.index, false, false, begin, event - 1});
-      if (gradient) {
+    for (std::size_t i = 0; i < expected_order_.size(); ++i) {
+      const ExpectedAccess& access = expected_order_[i];
+      const std::size_t end = i + static_cast<std::size_t>(std::max(access.open_through, 0));
+      if (access.parameters) {
+        ends.emplace_back(end, inputs.openings.size());
+        inputs.openings.push_back({access.unit.index, false, false, event++, 0});
+      }
+      if (access.gradient && units_[access.unit.index].trainable) {
+        ends.emplace_back(end, inputs.openings.size());
         last[access.unit.index] = inputs.openings.size();
-        inputs.openings.push_back({access.unit.index, true, false, inner, inner + 1});
+        inputs.openings.push_back({access.unit.index, true, false, event++, 0});
+      }
+      // Gradients are committed before the parameters they were opened beside are released: last opened, first closed.
+      for (std::size_t k = ends.size(); k-- > 0;) {
+        if (ends[k].first <= i || i + 1 == expected_order_.size()) {
+          inputs.openings[ends[k].second].close_at = event++;
+          ends.erase(ends.begin() + static_cast<std::ptrdiff_t>(k));
+        }
       }
     }
     for (std::size_t i : last) {

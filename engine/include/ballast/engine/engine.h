@@ -166,7 +166,8 @@ class Step {
 struct ExpectedAccess {
   UnitId unit;
   bool parameters = true;  // its parameters are acquired
-  bool gradient = false;   // and a gradient is committed before they are released
+  bool gradient = false;   // a gradient is committed (before the parameters are released, where both are set)
+  int open_through = 0;    // how many of the following accesses come before this one ends
 };
 
 // Replaces parts of the world; all optional.
