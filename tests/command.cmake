@@ -25,3 +25,7 @@ if(TARGET ballast)
     add_dependencies(${name} ballast)
   endforeach()
 endif()
+
+add_test(NAME source_rules
+         COMMAND ${PROJECT_SOURCE_DIR}/tests/tidy ${PROJECT_BINARY_DIR}/compile_commands.json)
+set_tests_properties(source_rules PROPERTIES LABELS tidy TIMEOUT 120)

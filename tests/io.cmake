@@ -5,7 +5,8 @@ ballast_add_test(storage_contract_test LABEL contract SOURCES contract/storage_c
                  LIBRARIES ballast::io ballast::io_testing)
 ballast_add_test(chunk_store_test LABEL contract SOURCES contract/chunk_store_test.cc
                  LIBRARIES ballast::io ballast::io_testing)
-ballast_add_test(storage_environment_test LABEL contract SOURCES contract/storage_environment_test.cc LIBRARIES ballast::io)
+ballast_add_test(storage_environment_test LABEL contract SOURCES contract/storage_environment_test.cc
+                 LIBRARIES ballast::io)
 
 find_package(XxHash REQUIRED)
 # These look behind the public headers.

@@ -19,7 +19,8 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 constexpr const char* kGood =
-    R"({"type": "gpt", "layers": 2, "width": 12, "heads": 3, "context": 8, "vocabulary": 256, "tie_embeddings": false})";
+    R"({"type": "gpt", "layers": 2, "width": 12, "heads": 3, "context": 8, "vocabulary": 256,)"
+    R"( "tie_embeddings": false})";
 
 std::string error_of(const std::string& text) {
   try {
