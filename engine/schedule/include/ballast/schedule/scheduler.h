@@ -14,6 +14,10 @@
 // never takes what an earlier one still waits for; jobs on one chunk run one after another (gradients in a queue of
 // their own). What an earlier job waits for is therefore never held by a later one, except where the trainer leaves
 // the expected order: then cancel_expected() first gives everything back that no trainer holds.
+//
+// An update is *claimed* by the job that will do it, and by one only. A job queued ahead of its decision or gradient
+// *waits for the trainer*; a chunk has at most one of those, and nothing the trainer asks for now is ever queued behind
+// it: lease() turns it back into a fetch, or drops it, first.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -61,7 +65,7 @@ struct Limits {
   Index copies_out = 4;
   Index cpu_tasks = 2;
   Index entries = 64;  // alive at once at most; append is refused beyond
-  Index jobs = 1024;
+  Index jobs = 1024;   // at least 5 for each chunk of the units that the trainer holds at once
 };
 
 enum class Task : std::uint8_t { read, write, copy_in, copy_out, update, accumulate };
@@ -98,11 +102,13 @@ class Scheduler {
 
   // --- what the engine expects and what the trainer does (in this order per entry: append, lease, release) ---------
 
-  // Appends an entry for a unit's parameters at a device offset. Returns its id, or kNone where the tables are full
-  // (try again later). `leased`: the trainer asks for it now; otherwise it is expected, and lease() follows.
+  // Appends an entry for a unit's parameters at a device offset. Returns its id, or kNone (try again later) where the
+  // tables are full, or where it is expected with an update while an earlier update of the unit still waits for the
+  // trainer. `leased`: the trainer asks for it now (nothing may be expected then); otherwise lease() follows, in the
+  // order of appending. Ids are used again: watch cancellations().
   Index append_parameters(Index unit, std::uint64_t device_offset, Form form, bool leased);
   // Likewise for gradient scratch. eager_updates: also queue the unit's update jobs, to run when the gradient comes
-  // (for units whose parameter entry did not carry them).
+  // (for units whose parameter entry did not carry them). Keeps room for the jobs of its commit.
   Index append_gradients(Index unit, std::uint64_t device_offset, bool eager_updates, bool leased);
   void lease(Index entry);
   bool leased(Index entry) const { return entries_[entry].leased; }
@@ -115,14 +121,21 @@ class Scheduler {
   // gradient job per contributing chunk; the entry ends when they have read it.
   void commit_gradients(Index entry, std::span<const bool> contributes, bool last, bool eager);
   // Ends what is expected and not leased: the entries, their jobs as soon as nothing of them is in flight. An update
-  // that has begun on the CPU is carried through.
+  // that has begun on the CPU, or whose gradient is committed, is carried through. Updates that wait for the trainer
+  // are taken back from leased entries too (append_eager_updates() queues them again).
   void cancel_expected();
+  // Grows whenever expected entries are cancelled, by cancel_expected() or from within decide(), append_updates() or
+  // append_eager_updates(): ids of expected entries remembered from before are void then.
+  std::uint64_t cancellations() const { return cancellations_; }
 
-  // The step's gradients are decided: updates of contributing chunks become due (true), or are dropped.
+  // The step's gradients are decided: updates of contributing chunks become due (true), or are dropped. No gradient may
+  // be outstanding.
   void decide(bool update);
-  // Queues jobs for all due chunks of the unit (update without an entry). Returns false where the table is full.
+  // Queues jobs for the unit's due updates that no job will do yet (updates without an entry); cancels what is expected
+  // where it would bring stale parameters or hold these updates up. Returns false where the table is full.
   bool append_updates(Index unit);
-  // Eager units whose update was not queued ahead: queue it now, to run when the gradient comes.
+  // Likewise after an eager commit that was the unit's last, for updates that were not queued ahead: to be called after
+  // each such commit. Right after it there is room.
   bool append_eager_updates(Index unit);
 
   // --- what the world answers ---------------------------------------------------------------------------------------
@@ -131,13 +144,12 @@ class Scheduler {
   std::size_t next(std::span<Action> out);
   void finished(const Action& action);
 
-  // --- questions
-  // ------------------------------------------------------------------------------------------------------
+  // --- questions ----------------------------------------------------------------------------------------------------
 
   bool idle() const { return jobs_alive_ == 0; }  // no job is left
   bool quiet() const { return in_flight_ == 0; }  // no task is in flight
-  bool update_due(Index chunk) const { return chunk_states_[chunk].due; }
-  bool unit_update_due(Index unit) const;  // due, or under way
+  bool update_due(Index chunk) const { return chunk_states_[chunk].due || chunk_states_[chunk].owed; }
+  bool unit_update_due(Index unit) const;  // decided (or committed eagerly) and not yet done
   bool unit_busy(Index unit) const;        // any job of the unit is alive
   bool gradients_outstanding() const { return gradient_jobs_ != 0; }
   // The first live entry that overlaps a range, other than `except`; kNone: none. With leased_only, only entries whose
@@ -153,17 +165,20 @@ class Scheduler {
   bool entry_alive(Index entry) const { return entry < entries_.size() && entries_[entry].alive; }
   Index entries_alive() const { return entry_count_; }
   bool room_for(Index unit) const;  // tables can take an entry with its jobs
+  bool expected(Index entry) const {
+    return entry_alive(entry) && !entries_[entry].leased && !entries_[entry].cancelled;
+  }
   std::uint64_t updates_done(Index chunk) const { return chunk_states_[chunk].updates; }
-
-  // Grows whenever expected entries were ended, by cancel_expected() or because they had become stale.
-  std::uint64_t cancellations() const { return cancellations_; }
   // Where the unit's current parameters still lie on the device unchanged. Returns false where they do not.
   bool copy_offset(Index unit, std::uint64_t* offset) const;
 
   // Verifies every invariant; returns an empty text or what is broken. For tests: linear in the state.
   std::string check() const;
-  // The whole state as words, equal for equal states: for the explorer. And as text for people.
+  // The whole state as words, equal for states that behave alike (ids, slots and keys are reduced to ranks): for the
+  // explorer. And as text for people.
   void serialize(std::vector<std::uint32_t>& out) const;
+  // The slots that are in use and the jobs alive, in the order in which serialize() names them: slots of jobs first.
+  void in_use(std::vector<std::pair<SlotKind, Index>>& slots, std::vector<Index>& jobs) const;
   std::string describe() const;
 
  private:
@@ -203,6 +218,7 @@ class Scheduler {
     Index source = kNone;                  // an earlier live entry whose bytes this one uses
     Index missing = 0;                     // chunks not yet arrived (gradient: not yet read)
     Index in_flight = 0;                   // copies touching its range
+    Index reserved_jobs = 0;               // gradient: for its commit and the updates that follow
     Index previous = kNone, next = kNone;  // program order
     std::uint64_t offset = 0, bytes = 0;
     std::uint64_t key = 0;
@@ -211,12 +227,13 @@ class Scheduler {
   struct ChunkState {
     Index queue_head = kNone, queue_tail = kNone;        // fetch and update jobs
     Index gradient_head = kNone, gradient_tail = kNone;  // gradient jobs
-    Index waiting_job = kNone;                           // update: for a gradient or a decision to come
-    Index open_job = kNone;                              // update: may run, has not updated yet
+    Index update_job = kNone;                            // will do the update that is due or owed
+    Index waiting_job = kNone;                           // the next update: waits for the trainer
     Index gradient_slot = kNone;                         // holds the gradient until the update has consumed it
     bool contributed = false;                            // has a gradient in the running step
     bool eager = false;                                  // ... whose update does not wait for decide()
-    bool gradient_here = false;                          // eager: it has arrived
+    bool owed = false;                                   // last eager contribution committed, not yet updated
+    bool gradient_here = false;                          // ... and it has arrived
     bool due = false;                                    // decided, not yet updated
     std::uint32_t updates = 0;
   };
@@ -242,12 +259,15 @@ class Scheduler {
   Index append_entry(Index unit, std::uint64_t offset, std::uint64_t bytes, bool gradient, bool leased);
   Index append_job(JobKind kind, Index chunk, Index entry, std::uint64_t key);
   void append_fetch(Index chunk, Index entry);
-  Index append_update(Index chunk, Index entry, bool copy_first, bool gate_on_gradient, std::uint64_t key);
+  void append_update(Index chunk, Index entry, bool copy_first, bool gate_on_gradient, std::uint64_t key);
+  bool queue_updates(Index unit);
   void want_slot(Index job, SlotKind kind);
-  void serve_slots(SlotKind kind);
-  void free_slot(SlotKind kind, Index slot);
-  void open_gate(Index job);
+  void leave_slot_queue(Index job);
+  bool serve_slots(SlotKind kind);
+  void settle();
+  void sweep_entries();
   void skip_update(Index job);
+  void skip_waiting(Index unit, Index entry);
   void cancel_job(Index job);
   void advance(Index job);
   void push(Task task, Index job);
@@ -255,13 +275,18 @@ class Scheduler {
   void arrive(Index job);
   void finish_job(Index job);
   void cancel_entry(Index entry);
-  void cancel_stale(Index unit);
+  void reserve_jobs(Entry& entry, Index count);
+  // Due or owed, and no job will do it.
+  bool unclaimed(Index chunk) const {
+    const ChunkState& state = chunk_states_[chunk];
+    return (state.due || state.owed) && state.update_job == kNone;
+  }
   bool unit_update_unclaimed(Index unit) const;
-  // A queued update of the chunk still waits for its gradient or for decide().
-  bool update_waits(Index chunk) const { return chunk_states_[chunk].waiting_job != kNone; }
+  bool nothing_expected() const {
+    return entry_tail_ == kNone || entries_[entry_tail_].leased || entries_[entry_tail_].cancelled;
+  }
   void end_entry_if_over(Index entry);
   bool entry_ready(const Entry& entry) const;
-  void refresh_ranges();
   bool held_by_trainer(const Job& job) const;
   bool running(const Job& job) const;
   void forget_copy(Index unit);
@@ -285,6 +310,9 @@ class Scheduler {
   std::array<Lane, 5> lanes_;      // read, write, copy in, copy out, cpu
   Index entry_head_ = kNone, entry_tail_ = kNone, entry_count_ = 0;
   Index jobs_alive_ = 0, gradient_jobs_ = 0, in_flight_ = 0;
+  Index reserved_jobs_ = 0;     // of the free ones, kept for commits
+  Index waiting_updates_ = 0;   // chunks with a waiting_job
+  bool entries_stale_ = false;  // some entry may have ended, become ready or got its range
   std::uint64_t next_key_ = 1;
   std::uint64_t cancellations_ = 0;
 };

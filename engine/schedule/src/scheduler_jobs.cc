@@ -1,0 +1,288 @@
+// The scheduler's jobs: one chunk's way through its tasks, with the queues of chunks, slots and lanes.
+// SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/check.h>
+#include <ballast/schedule/scheduler.h>
+
+#include <algorithm>
+
+#include "scheduler_keys.h"
+
+namespace ballast::schedule {
+
+Index Scheduler::append_job(JobKind kind, Index chunk, Index entry, std::uint64_t key) {
+  BALLAST_CHECK(!free_jobs_.empty());
+  const Index id = free_jobs_.back();
+  free_jobs_.pop_back();
+  Job& job = jobs_[id];
+  job = Job{};
+  job.kind = kind;
+  job.alive = true;
+  job.chunk = chunk;
+  job.entry = entry;
+  job.owner_key = entry == kNone ? 0 : entries_[entry].key;
+  job.key = key;
+  ++jobs_alive_;
+  ChunkState& state = chunk_states_[chunk];
+  const bool gradient = kind == JobKind::gradient;
+  Index& head = gradient ? state.gradient_head : state.queue_head;
+  Index& tail = gradient ? state.gradient_tail : state.queue_tail;
+  (head == kNone ? head : jobs_[tail].next_same_chunk) = id;
+  tail = id;
+  job.head = head == id;
+  return id;
+}
+
+void Scheduler::append_fetch(Index chunk, Index entry) {
+  const Index j = append_job(JobKind::fetch, chunk, entry, (entries_[entry].key << kChunkBits) + chunk);
+  Job& job = jobs_[j];
+  if (chunks_[chunk].parameters != Tier::device) job.copy = Phase::waiting;
+  if (chunks_[chunk].parameters == Tier::nvme) {
+    job.read = Phase::waiting;
+    want_slot(j, SlotKind::fetch);
+  }
+  advance(j);
+}
+
+void Scheduler::append_update(Index chunk, Index entry, bool copy_first, bool gate_on_gradient, std::uint64_t key) {
+  ChunkState& state = chunk_states_[chunk];
+  const bool claims = unclaimed(chunk) && gate_on_gradient == state.owed;
+  const Index j = append_job(JobKind::update, chunk, entry, key + chunk);
+  Job& job = jobs_[j];
+  if (claims) {
+    state.update_job = j;
+    job.gate_open = gate_on_gradient ? state.gradient_here : true;
+  } else {
+    BALLAST_CHECK(state.waiting_job == kNone);
+    state.waiting_job = j;
+    ++waiting_updates_;
+  }
+  job.copy_first = copy_first;
+  job.gate_on_gradient = gate_on_gradient;
+  job.cpu = Phase::waiting;
+  if (entry != kNone && chunks_[chunk].parameters != Tier::device) job.copy = Phase::waiting;
+  if (chunks_[chunk].parameters == Tier::nvme || chunks_[chunk].optimizer == Tier::nvme) {
+    job.read = Phase::waiting;
+    job.write = Phase::waiting;
+    want_slot(j, SlotKind::update);
+  }
+  advance(j);
+}
+
+void Scheduler::want_slot(Index j, SlotKind kind) {
+  Job& job = jobs_[j];
+  job.slot_kind = kind;
+  job.slot_wanted = true;
+  SlotPool& slots = pool(kind);
+  (slots.waiting_head == kNone ? slots.waiting_head : jobs_[slots.waiting_tail].next_waiting) = j;
+  slots.waiting_tail = j;
+}
+
+void Scheduler::leave_slot_queue(Index j) {
+  Job& job = jobs_[j];
+  if (!job.slot_wanted) return;
+  SlotPool& slots = pool(job.slot_kind);
+  Index previous = kNone;
+  for (Index i = slots.waiting_head; i != j; i = jobs_[i].next_waiting) previous = i;
+  (previous == kNone ? slots.waiting_head : jobs_[previous].next_waiting) = job.next_waiting;
+  if (slots.waiting_tail == j) slots.waiting_tail = previous;
+  job.next_waiting = kNone;
+  job.slot_wanted = false;
+  job.slot_kind = SlotKind::none;
+}
+
+// Gives slots out, strictly in order. Returns whether it gave any.
+bool Scheduler::serve_slots(SlotKind kind) {
+  SlotPool& slots = pool(kind);
+  bool any = false;
+  while (!slots.free.empty() && slots.waiting_head != kNone && jobs_[slots.waiting_head].head) {
+    const Index j = slots.waiting_head;
+    Job& job = jobs_[j];
+    slots.waiting_head = job.next_waiting;
+    if (slots.waiting_head == kNone) slots.waiting_tail = kNone;
+    job.next_waiting = kNone;
+    job.slot_wanted = false;
+    job.slot = slots.free.back();
+    slots.free.pop_back();
+    any = true;
+    advance(j);
+  }
+  return any;
+}
+
+Scheduler::Phase& Scheduler::phase(Job& job, Task task) {
+  switch (task) {
+    case Task::read:
+      return job.read;
+    case Task::write:
+      return job.write;
+    case Task::copy_in:
+    case Task::copy_out:
+      return job.copy;
+    case Task::update:
+    case Task::accumulate:
+      break;
+  }
+  return job.cpu;
+}
+
+void Scheduler::push(Task task, Index j) {
+  phase(jobs_[j], task) = Phase::ready;
+  auto& heap = lane(task).heap;
+  heap.emplace_back(jobs_[j].key, j);
+  std::push_heap(heap.begin(), heap.end(), kLater);
+}
+
+void Scheduler::unpush(Task task, Index j) {
+  Phase& p = phase(jobs_[j], task);
+  if (p == Phase::ready) {
+    auto& heap = lane(task).heap;
+    std::erase_if(heap, [&](const auto& item) { return item.second == j; });
+    std::make_heap(heap.begin(), heap.end(), kLater);
+  }
+  if (p == Phase::ready || p == Phase::waiting) p = Phase::unneeded;
+}
+
+bool Scheduler::running(const Job& job) const {
+  return job.read == Phase::running || job.copy == Phase::running || job.cpu == Phase::running ||
+         job.write == Phase::running;
+}
+
+bool Scheduler::held_by_trainer(const Job& job) const {
+  // Parameters that live on the device are read in place: an update waits for earlier readers.
+  const Chunk& chunk = chunks_[job.chunk];
+  if (chunk.parameters != Tier::device) return false;
+  for (Index i = entry_head_; i != kNone && (entries_[i].key << kChunkBits) <= job.key; i = entries_[i].next) {
+    const Entry& entry = entries_[i];
+    if (entry.unit == chunk.unit && !entry.gradient && i != job.entry && entry.leased) return true;
+  }
+  return false;
+}
+
+void Scheduler::advance(Index j) {
+  Job& job = jobs_[j];
+  if (!job.alive) return;
+  if (job.cancelled) {
+    if (!running(job)) finish_job(j);
+    return;
+  }
+  if (!job.head || job.slot_wanted) return;
+  const auto settled = [](Phase p) { return p == Phase::unneeded || p == Phase::done; };
+  const bool range_free = job.entry != kNone && entries_[job.entry].range_free;
+  if (job.read == Phase::waiting) push(Task::read, j);
+  const bool here = settled(job.read);
+  switch (job.kind) {
+    case JobKind::fetch:
+      if (job.copy == Phase::waiting && here && range_free) push(Task::copy_in, j);
+      break;
+    case JobKind::update:
+      if (job.copy == Phase::waiting && range_free && (job.copy_first ? here : job.cpu == Phase::done)) {
+        push(Task::copy_in, j);
+      }
+      if (job.cpu == Phase::waiting && here && job.gate_open && (!job.copy_first || settled(job.copy)) &&
+          !held_by_trainer(job)) {
+        push(Task::update, j);
+      }
+      if (job.write == Phase::waiting && job.cpu == Phase::done) push(Task::write, j);
+      break;
+    case JobKind::gradient:
+      if (job.copy == Phase::waiting) push(Task::copy_out, j);
+      if (job.cpu == Phase::waiting && settled(job.copy)) push(Task::accumulate, j);
+      break;
+  }
+  if (settled(job.read) && settled(job.copy) && settled(job.cpu) && settled(job.write)) finish_job(j);
+}
+
+// The update will not happen: what waits for the parameters gets them as they are.
+void Scheduler::skip_update(Index j) {
+  Job& job = jobs_[j];
+  ChunkState& state = chunk_states_[job.chunk];
+  BALLAST_CHECK(job.kind == JobKind::update && state.waiting_job == j);
+  if (job.entry == kNone) {
+    cancel_job(j);
+    return;
+  }
+  state.waiting_job = kNone;
+  --waiting_updates_;
+  job.kind = JobKind::fetch;
+  job.cpu = Phase::unneeded;
+  job.write = Phase::unneeded;
+  if (chunks_[job.chunk].parameters != Tier::nvme) {
+    // Only the optimizer states were to be read. (Otherwise it keeps its place in the queue for update slots: a later
+    // place in the one for fetch slots could be behind a job that waits for this one's range.)
+    unpush(Task::read, j);
+    leave_slot_queue(j);
+  }
+  advance(j);
+}
+
+void Scheduler::cancel_job(Index j) {
+  Job& job = jobs_[j];
+  if (job.cancelled) return;
+  ChunkState& state = chunk_states_[job.chunk];
+  job.owner_key = 0;
+  const bool begun = job.cpu == Phase::running || job.cpu == Phase::done;
+  const bool committed = job.gate_on_gradient && state.update_job == j;
+  if (job.kind == JobKind::gradient || (job.kind == JobKind::update && (begun || committed))) {
+    // Carried through, but brings nothing to its entry any more.
+    unpush(Task::copy_in, j);
+    if (job.copy != Phase::running) job.entry = kNone;
+    advance(j);
+    return;
+  }
+  if (state.update_job == j) state.update_job = kNone;
+  if (state.waiting_job == j) {
+    state.waiting_job = kNone;
+    --waiting_updates_;
+  }
+  job.cancelled = true;
+  if (job.copy != Phase::running) job.entry = kNone;
+  unpush(Task::read, j);
+  unpush(copy_task(job), j);
+  unpush(cpu_task(job), j);
+  unpush(Task::write, j);
+  leave_slot_queue(j);
+  advance(j);
+}
+
+// The job's chunk is where its entry wants it.
+void Scheduler::arrive(Index j) {
+  Job& job = jobs_[j];
+  if (job.entry == kNone) return;
+  const Index entry = job.entry;
+  job.entry = kNone;
+  BALLAST_CHECK(entries_[entry].missing > 0);
+  if (--entries_[entry].missing == 0) entries_stale_ = true;
+}
+
+void Scheduler::finish_job(Index j) {
+  Job& job = jobs_[j];
+  const bool gradient = job.kind == JobKind::gradient;
+  ChunkState& state = chunk_states_[job.chunk];
+  BALLAST_CHECK(state.update_job != j && state.waiting_job != j);
+  job.alive = false;
+  --jobs_alive_;
+  if (gradient) --gradient_jobs_;
+  Index& head = gradient ? state.gradient_head : state.queue_head;
+  Index& tail = gradient ? state.gradient_tail : state.queue_tail;
+  Index next = kNone;
+  if (job.head) {
+    head = next = job.next_same_chunk;
+    if (head == kNone) tail = kNone;
+  } else {
+    // Cancelled in the middle of its chunk's queue.
+    Index i = head;
+    while (jobs_[i].next_same_chunk != j) i = jobs_[i].next_same_chunk;
+    jobs_[i].next_same_chunk = job.next_same_chunk;
+    if (tail == j) tail = i;
+  }
+  if (!job.cancelled) arrive(j);
+  if (job.slot != kNone) pool(job.slot_kind).free.push_back(job.slot);
+  job = Job{};
+  free_jobs_.push_back(j);
+  if (next != kNone) {
+    jobs_[next].head = true;
+    advance(next);
+  }
+}
+
+}  // namespace ballast::schedule
