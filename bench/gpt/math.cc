@@ -496,9 +496,9 @@ std::unique_ptr<GptMath> GptMath::create(const GptShape& shape, const MathOption
   const std::string isa = ProductContext::isa_name();
   if (options.parameters == DataType::bf16 && !options.always_widen && ProductContext::bf16_products()) {
     return std::make_unique<Math<Bf16>>(shape, options,
-                                        "maths: bf16 products with fp32 sums (oneDNN, " + isa + "), " + threads);
+                                        "bf16 products with fp32 sums (oneDNN, " + isa + "), " + threads);
   }
-  std::string note = "maths: fp32 products (oneDNN, " + isa + "), " + threads;
+  std::string note = "fp32 products (oneDNN, " + isa + "), " + threads;
   if (options.parameters == DataType::fp16) {
     note += "; fp16 parameters are widened to fp32, as oneDNN has no fp16 product on CPUs";
   } else if (options.parameters == DataType::bf16) {
