@@ -204,6 +204,8 @@ void Scheduler::commit_gradients(Index id, std::span<const bool> contributes, bo
   BALLAST_CHECK(contributes.size() == u.chunk_count);
   entry.committed = true;
   reserve_jobs(entry, u.chunk_count);
+  const bool at_once = !u.stored_gradients && last && eager;
+  if (at_once) order_updates(id, contributes);
   for (Index i = 0; i < u.chunk_count; ++i) {
     const Index c = u.first_chunk + i;
     if (!chunks_[c].trainable) continue;
@@ -226,7 +228,9 @@ void Scheduler::commit_gradients(Index id, std::span<const bool> contributes, bo
     if (last && eager) {
       state.eager = true;
       state.owed = true;
-      if (waiting != kNone && jobs_[waiting].gate_on_gradient) {
+      // An update that was queued after this gradient was opened is meant for a later one: what is expected in between
+      // would be read before this update. (Dropped here, it is queued again in its place.)
+      if (waiting != kNone && jobs_[waiting].gate_on_gradient && jobs_[waiting].key >> kChunkBits <= entry.key) {
         state.waiting_job = kNone;
         --waiting_updates_;
         state.update_job = waiting;
@@ -242,6 +246,40 @@ void Scheduler::commit_gradients(Index id, std::span<const bool> contributes, bo
     advance(j);
   }
   end_entry_if_over(id);
+  settle();
+  if (at_once) pass_waiting_updates(u);
+}
+
+// A gradient that is consumed at once holds its slot until the update is done, so updates must get their slots in the
+// order in which gradients are committed. What was queued ahead in another order is dropped here, and queued again.
+void Scheduler::order_updates(Index id, std::span<const bool> contributes) {
+  const Entry& entry = entries_[id];
+  const Unit& u = units_[entry.unit];
+  bool in_order = true;
+  std::uint64_t before = 0;
+  for (Index i = 0; i < u.chunk_count && in_order; ++i) {
+    const Index j = chunk_states_[u.first_chunk + i].waiting_job;
+    if (!contributes[i] || !chunks_[u.first_chunk + i].trainable) continue;
+    in_order = j != kNone && jobs_[j].key > before && jobs_[j].key >> kChunkBits <= entry.key;
+    before = j == kNone ? 0 : jobs_[j].key;
+  }
+  for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count && !in_order; ++c) {
+    if (chunk_states_[c].waiting_job != kNone) skip_update(chunk_states_[c].waiting_job);
+  }
+}
+
+// ... and those of other units, where they would get a slot before this unit's, have to wait for their gradients first.
+void Scheduler::pass_waiting_updates(const Unit& u) {
+  std::uint64_t last_key = 0;
+  for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    const Index j = chunk_states_[c].update_job;
+    if (j != kNone && jobs_[j].slot_wanted) last_key = std::max(last_key, jobs_[j].key);
+  }
+  if (last_key == 0 || waiting_updates_ == 0) return;
+  for (const ChunkState& state : chunk_states_) {
+    const Index j = state.waiting_job;
+    if (j != kNone && jobs_[j].slot_kind == SlotKind::update && jobs_[j].key < last_key) skip_update(j);
+  }
   settle();
 }
 

@@ -268,6 +268,8 @@ class Scheduler {
   void sweep_entries();
   void skip_update(Index job);
   void skip_waiting(Index unit, Index entry);
+  void order_updates(Index entry, std::span<const bool> contributes);
+  void pass_waiting_updates(const Unit& unit);
   void cancel_job(Index job);
   void advance(Index job);
   void push(Task task, Index job);

@@ -1,0 +1,25 @@
+// Every order of completions of a small plan, by backtracking over a set of seen states.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ballast/simulate/model_trainer.h>
+
+#include <cstdint>
+#include <string>
+
+namespace ballast::simulate {
+
+struct Exploration {
+  std::uint64_t states = 0;  // different ones
+  std::uint64_t transitions = 0;
+  std::uint64_t ends = 0;     // times the end was reached
+  std::uint32_t reliefs = 0;  // most on one path
+  bool complete = false;      // all states were seen; false: states_max was reached, or a failure ended it
+  std::string failure;        // empty: none; otherwise what, and the state with the order that led there
+};
+
+// Stops at the first failure: a stall, a broken invariant, a wrong byte, a chunk not updated exactly once. Unless
+// allow_relief, taking back what is expected where everything stands still counts as a stall.
+Exploration explore(const Plan& plan, std::uint64_t states_max, bool allow_relief);
+
+}  // namespace ballast::simulate
