@@ -256,18 +256,28 @@ std::vector<GptUnit> gpt_units(const GptShape& shape) {
   return units;
 }
 
-std::vector<ExpectedAccess> gpt_access_order(const GptShape& shape, const std::vector<UnitId>& units) {
+std::vector<ExpectedAccess> gpt_access_order(const GptShape& shape, const std::vector<UnitId>& units, int slots) {
   // As the trainer goes: see GptTrainer's forward, head and backward.
   std::vector<ExpectedAccess> order;
   const std::size_t last = units.size() - 1;
   const bool tied = shape.tie_embeddings;
+  const auto gradient = [&](std::size_t unit, int open_through) {
+    order.push_back({.unit = units[unit], .parameters = false, .gradient = true, .open_through = open_through});
+  };
   for (std::size_t i = 0; i < last; ++i) order.push_back({.unit = units[i]});
-  order.push_back({.unit = units[last], .open_through = tied ? 1 : 0});
-  if (tied) order.push_back({.unit = units[0]});
-  order.push_back({.unit = units[last], .parameters = false, .gradient = true, .open_through = tied ? 1 : 0});
-  if (tied) order.push_back({.unit = units[0], .parameters = false, .gradient = true});
-  for (std::size_t i = last; i-- > 1;) order.push_back({.unit = units[i], .gradient = true});
-  order.push_back({.unit = units[0], .parameters = false, .gradient = true});
+  // The head's parameters stay for all but the last of its gradients.
+  const int held = (slots - 1) * (tied ? 2 : 1);
+  order.push_back({.unit = units[last], .open_through = held + (tied ? 1 : 0)});
+  if (tied) order.push_back({.unit = units[0], .open_through = held});
+  for (int slot = 0; slot < slots; ++slot) {
+    gradient(last, tied ? 1 : 0);
+    if (tied) gradient(0, 0);
+  }
+  for (std::size_t i = last; i-- > 1;) {
+    order.push_back({.unit = units[i], .open_through = slots});
+    for (int slot = 0; slot < slots; ++slot) gradient(i, 0);
+  }
+  for (int slot = 0; slot < slots; ++slot) gradient(0, 0);
   return order;
 }
 

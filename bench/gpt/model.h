@@ -72,7 +72,8 @@ enum : std::uint32_t { ln_f_weight, ln_f_bias, lm_head, kCount };  // lm_head on
 // GPT-2 stores them: attn.c_attn.weight is {width, 3 * width}; wte and lm_head are {vocabulary, width}.
 std::vector<GptUnit> gpt_units(const GptShape& shape);
 
-// The order in which one horizontal training pass over those units acquires them.
-std::vector<ExpectedAccess> gpt_access_order(const GptShape& shape, const std::vector<UnitId>& units);
+// The order in which one training pass over those units acquires them, with the gradients of `slots` micro-batches
+// (more than one: the vertical order).
+std::vector<ExpectedAccess> gpt_access_order(const GptShape& shape, const std::vector<UnitId>& units, int slots = 1);
 
 }  // namespace ballast::gpt

@@ -55,7 +55,8 @@ class GptTrainer::Implementation {
       ids_.emplace_back();
       for (std::uint32_t i = 0; i < count; ++i) ids_.back().push_back({units_.back().index, i});
     }
-    engine.expect_order(gpt_access_order(shape, units_), static_cast<int>(settings.micro_batches));
+    engine.expect_order(gpt_access_order(shape, units_, static_cast<int>(options.slots)),
+                        static_cast<int>(settings.micro_batches));
     stream_ = engine.stream();
 
     batch_.resize(static_cast<std::size_t>(settings.micro_batches * sequences_ * (settings.sequence + 1)));
