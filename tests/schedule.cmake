@@ -1,5 +1,8 @@
 # Tests of the scheduler: by hand, by exploration, by simulation.
 # SPDX-License-Identifier: Apache-2.0
+ballast_add_test(schedule_explorer_test LABEL simulation
+  SOURCES simulation/explorer_test.cc
+  LIBRARIES ballast_simulate)
 ballast_add_test(schedule_property_test LABEL simulation
   SOURCES simulation/property_test.cc
   LIBRARIES ballast_simulate)

@@ -32,6 +32,7 @@ TEST(SchedulerProperties, RandomPlansEndWithEveryChunkUpdatedOnceForEachDecision
     ASSERT_GE(run.time_ns, run.bound_ns) << plan.text << repeat(seed, "EachDecision");
     tasks += run.tasks;
     reliefs += run.reliefs;
+    if (run.reliefs != 0) std::printf("%s: everything stood still\n", plan.text.c_str());
     deviations += run.deviations;
   }
   std::printf("%llu tasks, %llu deviations from the trace, %llu times what was expected had to be taken back\n",

@@ -22,13 +22,14 @@ std::uint64_t hash(const std::vector<std::uint32_t>& words) {
 std::string event_name(const ModelTrainer& model, std::size_t event) {
   static const char* const kTasks[] = {"read", "write", "copy in", "copy out", "update", "accumulate"};
   schedule::Action action;
+  if (event >= model.events()) return "what is expected is taken back";
   if (!model.task_of(event, action)) return "compute unit " + std::to_string(model.computing_unit());
   return std::string(kTasks[static_cast<int>(action.task)]) + " chunk " + std::to_string(action.chunk);
 }
 
 }  // namespace
 
-Exploration explore(const Plan& plan, std::uint64_t states_max, bool allow_relief) {
+Exploration explore(const Plan& plan, const ExplorerOptions& options) {
   Exploration result;
   std::unordered_set<std::uint64_t> seen;
   std::vector<std::uint32_t> words;
@@ -55,7 +56,7 @@ Exploration explore(const Plan& plan, std::uint64_t states_max, bool allow_relie
         model.finish();
       }
       if (!model.error().empty()) return fail(model.error(), model), result;
-      if (model.stalled() || (model.reliefs() != 0 && !allow_relief)) return fail("stall", model), result;
+      if (model.stalled() || (model.reliefs() != 0 && !options.allow_relief)) return fail("stall", model), result;
       words.clear();
       model.serialize(words);
       if (!seen.insert(hash(words)).second) {
@@ -64,9 +65,10 @@ Exploration explore(const Plan& plan, std::uint64_t states_max, bool allow_relie
         continue;
       }
       ++result.states;
-      if (result.states >= states_max) return result;
+      if (result.states >= options.states_max) return result;
     }
-    if (level.event >= level.model->events()) {
+    const bool may_disturb = level.model->disturbances() < options.disturbances && !level.model->done();
+    if (level.event >= level.model->events() + (may_disturb ? 1 : 0)) {
       spare.push_back(std::move(level.model));
       stack.pop_back();
       continue;
@@ -81,7 +83,11 @@ Exploration explore(const Plan& plan, std::uint64_t states_max, bool allow_relie
       spare.pop_back();
       *next = *level.model;
     }
-    next->complete(event);
+    if (event < next->events()) {
+      next->complete(event);
+    } else {
+      next->disturb();
+    }
     stack.push_back({std::move(next), 0});
   }
   result.complete = true;

@@ -129,7 +129,7 @@ void ModelTrainer::serialize(std::vector<std::uint32_t>& out) const {
   out.push_back(cursor_ | flag(in_pass_, 16) | flag(evaluating_, 17) | flag(deviated_, 18) | flag(in_step_, 19) |
                 flag(computing_, 20) | flag(settling_, 21) | flag(closed_, 31) | (pass_ & 0xFu) << 22 |
                 (passes_ & 0xFu) << 26);
-  out.push_back(update_unit_);
+  out.push_back((update_unit_ & 0xFFFFu) | disturbances_ << 16);
 }
 
 std::string ModelTrainer::describe() const {

@@ -39,6 +39,12 @@ void ModelTrainer::complete(std::size_t event) {
   }
 }
 
+void ModelTrainer::disturb() {
+  ++disturbances_;
+  drop_expected();
+  pump();
+}
+
 bool ModelTrainer::task_of(std::size_t event, Action& action) const {
   if (event >= world_.in_flight().size()) return false;
   action = world_.in_flight()[event].action;

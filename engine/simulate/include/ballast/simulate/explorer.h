@@ -18,8 +18,13 @@ struct Exploration {
   std::string failure;        // empty: none; otherwise what, and the state with the order that led there
 };
 
-// Stops at the first failure: a stall, a broken invariant, a wrong byte, a chunk not updated exactly once. Unless
-// allow_relief, taking back what is expected where everything stands still counts as a stall.
-Exploration explore(const Plan& plan, std::uint64_t states_max, bool allow_relief);
+struct ExplorerOptions {
+  std::uint64_t states_max = 10'000'000;
+  bool allow_relief = false;       // otherwise taking back what is expected where everything stands still is a stall
+  std::uint32_t disturbances = 0;  // so many times on each path what is expected is taken back, at every possible point
+};
+
+// Stops at the first failure: a stall, a broken invariant, a wrong byte, a chunk not updated exactly once.
+Exploration explore(const Plan& plan, const ExplorerOptions& options = {});
 
 }  // namespace ballast::simulate

@@ -22,6 +22,8 @@ class ModelTrainer {
   std::size_t events() const { return world_.in_flight().size() + (computing_ ? 1 : 0); }
   // Completes one of them and lets everything that follows from it happen.
   void complete(std::size_t event);
+  // Takes back what is expected, as an engine may at any time (the trace was repaired, memory is wanted elsewhere).
+  void disturb();
   bool done() const { return closed_ && scheduler_.idle(); }
   // Neither done nor able to go on. (A trainer that stands still first takes back what is expected: see reliefs.)
   bool stalled() const { return !done() && events() == 0; }
@@ -37,6 +39,7 @@ class ModelTrainer {
   std::uint64_t tasks_started() const { return tasks_started_; }
   std::uint32_t reliefs() const { return reliefs_; }
   std::uint32_t deviations() const { return deviations_; }
+  std::uint32_t disturbances() const { return disturbances_; }
   std::size_t decisions() const { return decisions_; }
   const schedule::Scheduler& scheduler() const { return scheduler_; }
   void check_always(bool on) { check_always_ = on; }
@@ -108,7 +111,7 @@ class ModelTrainer {
   std::uint64_t cancellations_ = 0;
 
   std::uint64_t tasks_started_ = 0;
-  std::uint32_t reliefs_ = 0, deviations_ = 0, decisions_ = 0;
+  std::uint32_t reliefs_ = 0, deviations_ = 0, decisions_ = 0, disturbances_ = 0;
   bool check_always_ = true;
 };
 
