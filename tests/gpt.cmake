@@ -7,6 +7,7 @@ if(TARGET ballast_gpt)
   ballast_add_test(gpt_rows_test LABEL unit SOURCES unit/gpt_rows_test.cc LIBRARIES ballast_gpt)
   ballast_add_test(gpt_matmul_test LABEL unit SOURCES unit/gpt_matmul_test.cc LIBRARIES ballast_gpt DNNL::dnnl)
   ballast_add_test(gpt_math_test LABEL unit SOURCES unit/gpt_math_test.cc LIBRARIES ballast_gpt DNNL::dnnl)
+  ballast_add_test(gpt_trainer_test LABEL integration SOURCES unit/gpt_trainer_test.cc LIBRARIES ballast_gpt DNNL::dnnl)
   # The same mathematics where the CPU has less: wider types and narrower vectors.
   foreach(instructions AVX2 SSE41)
     foreach(part rows matmul math)

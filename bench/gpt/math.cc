@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -118,7 +119,9 @@ class Math final : public GptMath {
     norm(x, nullptr, nullptr, head_vectors_, head_vectors_ + c_, head_input_, head_mean_, head_rstd_);
     const void* table = weight(head, v_ * c_);
     const bool train = gradient_scale != 0;
-    const auto scale = static_cast<float>(gradient_scale / static_cast<double>(m_));
+    const double mean_scale = gradient_scale / static_cast<double>(m_);
+    constexpr float kLargest = std::numeric_limits<float>::max();
+    const float scale = mean_scale > kLargest ? std::numeric_limits<float>::infinity() : static_cast<float>(mean_scale);
     for (std::int64_t first = 0; first < m_; first += logit_rows_) {
       const std::int64_t count = std::min(logit_rows_, m_ - first);
       const TiledProduct& product = count == logit_rows_ ? *logits_product_ : *logits_tail_product_;
