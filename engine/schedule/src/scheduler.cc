@@ -13,6 +13,7 @@ Scheduler::Scheduler(std::vector<Chunk> chunks, std::vector<Unit> units, const L
     : chunks_(std::move(chunks)), units_(std::move(units)), limits_(limits), chunk_states_(chunks_.size()) {
   BALLAST_CHECK(chunks_.size() < (std::size_t{1} << kChunkBits));
   entries_.resize(limits.entries);
+  entries_to_check_.reserve(limits.entries);
   jobs_.resize(limits.jobs);
   copies_.reserve(units_.size());
   for (Index i = limits.entries; i-- > 0;) free_entries_.push_back(i);
@@ -81,6 +82,7 @@ Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form
   const bool reuse = !any_update && copy != copies_.end() && copy->offset == device_offset;
   if (reuse) {
     entry.source = copy->entry;
+    if (copy->entry != kNone) ++entries_[copy->entry].dependents;
     entry.range_free = copy->entry == kNone;
     copy->entry = id;
   } else {
@@ -115,7 +117,7 @@ Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form
   } else if (!reuse && entry.bytes > 0) {
     copies_.push_back({unit, id, device_offset, entry.bytes});
   }
-  entries_stale_ = true;
+  if (!reuse) wait_for_range(id, entry.previous);
   settle();
   return id;
 }
@@ -140,7 +142,7 @@ Index Scheduler::append_gradients(Index unit, std::uint64_t device_offset, bool 
     }
   }
   reserve_jobs(entry, 2 * u.chunk_count);
-  entries_stale_ = true;
+  wait_for_range(id, entry.previous);
   settle();
   return id;
 }
@@ -301,8 +303,13 @@ void Scheduler::cancel_expected() {
     const Index previous = entries_[id].previous;
     if (!entries_[id].leased && !entries_[id].cancelled) {
       const std::uint64_t key = entries_[id].key;
-      for (Index j = 0; j < jobs_.size(); ++j) {
-        if (jobs_[j].alive && jobs_[j].owner_key == key) cancel_job(j);
+      const Unit& u = units_[entries_[id].unit];
+      for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+        for (Index job = chunk_states_[c].queue_head; job != kNone;) {
+          const Index next_job = jobs_[job].next_same_chunk;
+          if (jobs_[job].owner_key == key) cancel_job(job);
+          job = next_job;
+        }
       }
       cancel_entry(id);
     }
@@ -326,17 +333,27 @@ void Scheduler::end_entry_if_over(Index id) {
   (entry.previous == kNone ? entry_head_ : entries_[entry.previous].next) = entry.next;
   (entry.next == kNone ? entry_tail_ : entries_[entry.next].previous) = entry.previous;
   --entry_count_;
-  for (Index i = entry.next; i != kNone; i = entries_[i].next) {
-    if (entries_[i].source == id) entries_[i].source = entry.source;
-  }
   for (Copy& copy : copies_) {
     if (copy.entry == id) copy.entry = kNone;
   }
-  const bool parameters = !entry.gradient;
-  const Unit& u = units_[entry.unit];
   free_entries_.push_back(id);
-  entries_stale_ = true;
-  for (Index c = u.first_chunk; parameters && c < u.first_chunk + u.chunk_count; ++c) {
+  stop_waiting(id);
+  if (entry.source != kNone) entries_[entry.source].dependents += entry.dependents - 1;
+  for (Index i = entry.next; entry.dependents != 0; i = entries_[i].next) {
+    if (entries_[i].source != id) continue;
+    --entry.dependents;
+    entries_[i].source = entry.source;
+    entries_[i].range_free = entry.source == kNone;
+    check_later(i);
+  }
+  for (Index i = entry.first_waiter; i != kNone;) {
+    const Index next = entries_[i].next_waiter;
+    entries_[i].blocker = entries_[i].next_waiter = kNone;
+    wait_for_range(i, entry.previous);
+    i = next;
+  }
+  const Unit& u = units_[entry.unit];
+  for (Index c = u.first_chunk; !entry.gradient && c < u.first_chunk + u.chunk_count; ++c) {
     // Updates of parameters that live on the device waited for their readers.
     if (chunks_[c].parameters == Tier::device && chunk_states_[c].queue_head != kNone) {
       advance(chunk_states_[c].queue_head);
@@ -344,41 +361,56 @@ void Scheduler::end_entry_if_over(Index id) {
   }
 }
 
-// Ends what is over and gives ranges to those whose predecessors have gone.
-void Scheduler::sweep_entries() {
-  for (Index i = entry_head_; i != kNone;) {
-    const Index next = entries_[i].next;
-    end_entry_if_over(i);
-    i = next;
+// Looks from `from` backwards for an entry that overlaps (none lies after it): that one must end first. Without one the
+// range is the entry's, and copies into it may start.
+void Scheduler::wait_for_range(Index id, Index from) {
+  Entry& entry = entries_[id];
+  for (Index i = from; i != kNone && entry.bytes > 0; i = entries_[i].previous) {
+    if (!overlap(entry.offset, entry.bytes, entries_[i].offset, entries_[i].bytes)) continue;
+    entry.blocker = i;
+    entry.next_waiter = entries_[i].first_waiter;
+    entries_[i].first_waiter = id;
+    return;
   }
-  for (Index i = entry_head_; i != kNone; i = entries_[i].next) {
-    Entry& entry = entries_[i];
-    if (entry.range_free) continue;
-    bool free = entry.source == kNone || entries_[entry.source].range_free;
-    for (Index e = entry_head_; free && e != i && entry.bytes > 0 && entry.source == kNone; e = entries_[e].next) {
-      free = !overlap(entry.offset, entry.bytes, entries_[e].offset, entries_[e].bytes);
-    }
-    if (!free) continue;
-    entry.range_free = true;
-    if (entry.gradient || entry.missing == 0) continue;
-    const Unit& u = units_[entry.unit];
-    for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-      for (Index j = chunk_states_[c].queue_head; j != kNone;) {
-        const Index next = jobs_[j].next_same_chunk;
-        if (jobs_[j].entry == i) advance(j);
-        j = next;
-      }
+  entry.range_free = true;
+  if (entry.gradient || entry.missing == 0) return;
+  const Unit& u = units_[entry.unit];
+  for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    for (Index j = chunk_states_[c].queue_head; j != kNone;) {
+      const Index next = jobs_[j].next_same_chunk;
+      if (jobs_[j].entry == id) advance(j);
+      j = next;
     }
   }
+}
+
+void Scheduler::stop_waiting(Index id) {
+  const Index blocker = entries_[id].blocker;
+  if (blocker == kNone) return;
+  Index* link = &entries_[blocker].first_waiter;
+  while (*link != id) link = &entries_[*link].next_waiter;
+  *link = entries_[id].next_waiter;
+  entries_[id].blocker = kNone;
+}
+
+void Scheduler::check_later(Index id) {
+  if (entries_[id].to_check) return;
+  entries_[id].to_check = true;
+  entries_to_check_.push_back(id);
 }
 
 // What every call ends with: entries and slots given out until nothing changes.
 void Scheduler::settle() {
   for (bool again = true; again;) {
-    again = entries_stale_;
-    entries_stale_ = false;
-    if (again) sweep_entries();
+    while (!entries_to_check_.empty()) {
+      const Index id = entries_to_check_.back();
+      entries_to_check_.pop_back();
+      entries_[id].to_check = false;
+      end_entry_if_over(id);
+    }
+    again = false;
     for (SlotKind kind : {SlotKind::fetch, SlotKind::update, SlotKind::gradient}) again |= serve_slots(kind);
+    again |= !entries_to_check_.empty();
   }
 }
 
@@ -386,6 +418,7 @@ Index Scheduler::overlapping(std::uint64_t offset, std::uint64_t bytes, Index ex
   if (bytes == 0) return kNone;
   for (Index i = entry_head_; i != kNone; i = entries_[i].next) {
     const Entry& entry = entries_[i];
+    if (leased_only && expected(i)) break;  // and so is everything after it
     if (i == except || entry.bytes == 0 || (leased_only && (!entry.leased || entry.release_requested))) continue;
     if (overlap(offset, bytes, entry.offset, entry.bytes)) return i;
   }
@@ -473,7 +506,7 @@ bool Scheduler::append_updates(Index unit) { return queue_updates(unit); }
 
 bool Scheduler::append_eager_updates(Index unit) {
   // The commit kept room for this.
-  for (Index i = entry_head_; i != kNone; i = entries_[i].next) {
+  for (Index i = entry_head_; i != kNone && !expected(i); i = entries_[i].next) {
     if (entries_[i].unit == unit && entries_[i].committed) reserve_jobs(entries_[i], 0);
   }
   return queue_updates(unit);

@@ -151,7 +151,8 @@ bool Scheduler::held_by_trainer(const Job& job) const {
   // Parameters that live on the device are read in place: an update waits for earlier readers.
   const Chunk& chunk = chunks_[job.chunk];
   if (chunk.parameters != Tier::device) return false;
-  for (Index i = entry_head_; i != kNone && (entries_[i].key << kChunkBits) <= job.key; i = entries_[i].next) {
+  for (Index i = entry_head_; i != kNone && !expected(i) && (entries_[i].key << kChunkBits) <= job.key;
+       i = entries_[i].next) {
     const Entry& entry = entries_[i];
     if (entry.unit == chunk.unit && !entry.gradient && i != job.entry && entry.leased) return true;
   }
@@ -251,7 +252,11 @@ void Scheduler::arrive(Index j) {
   const Index entry = job.entry;
   job.entry = kNone;
   BALLAST_CHECK(entries_[entry].missing > 0);
-  if (--entries_[entry].missing == 0) entries_stale_ = true;
+  if (--entries_[entry].missing != 0) return;
+  check_later(entry);
+  for (Index i = entries_[entry].next; i != kNone && entries_[entry].dependents != 0; i = entries_[i].next) {
+    if (entries_[i].source != kNone && entries_[i].released) check_later(i);
+  }
 }
 
 void Scheduler::finish_job(Index j) {

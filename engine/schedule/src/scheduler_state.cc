@@ -44,6 +44,18 @@ std::string Scheduler::check() const {
         return at() + ": wrong source";
       if (s.cancelled && !e.cancelled) return at() + ": its source is cancelled";
     }
+    if (e.range_free == (e.blocker != kNone || e.source != kNone)) return at() + ": neither blocked nor free";
+    if (e.blocker != kNone) {
+      const Entry& b = entries_[e.blocker];
+      Index w = b.first_waiter;
+      while (w != kNone && w != i) w = entries_[w].next_waiter;
+      if (!entry_seen[e.blocker] || w != i || !overlap(e.offset, e.bytes, b.offset, b.bytes)) {
+        return at() + ": waits for the wrong entry";
+      }
+    }
+    Index dependents = 0;
+    for (Index d = e.next; d != kNone; d = entries_[d].next) dependents += entries_[d].source == i ? 1 : 0;
+    if (dependents != e.dependents) return at() + ": dependents do not add up";
     if (!e.range_free && e.in_flight != 0) return at() + ": its range is touched before it is free";
     for (Index o = entry_head_; o != i && e.range_free && e.bytes > 0; o = entries_[o].next) {
       if (!entries_[o].range_free || !overlap(e.offset, e.bytes, entries_[o].offset, entries_[o].bytes)) continue;

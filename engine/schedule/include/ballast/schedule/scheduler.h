@@ -215,11 +215,15 @@ class Scheduler {
     bool committed = false;
     bool range_free = false;  // nothing earlier overlaps
     Index unit = kNone;
-    Index source = kNone;                  // an earlier live entry whose bytes this one uses
-    Index missing = 0;                     // chunks not yet arrived (gradient: not yet read)
-    Index in_flight = 0;                   // copies touching its range
-    Index reserved_jobs = 0;               // gradient: for its commit and the updates that follow
-    Index previous = kNone, next = kNone;  // program order
+    bool to_check = false;
+    Index source = kNone;                             // an earlier live entry whose bytes this one uses
+    Index dependents = 0;                             // entries whose source this is
+    Index blocker = kNone;                            // the latest earlier entry that overlaps, until the range is free
+    Index first_waiter = kNone, next_waiter = kNone;  // entries that this one blocks
+    Index missing = 0;                                // chunks not yet arrived (gradient: not yet read)
+    Index in_flight = 0;                              // copies touching its range
+    Index reserved_jobs = 0;                          // gradient: for its commit and the updates that follow
+    Index previous = kNone, next = kNone;             // program order
     std::uint64_t offset = 0, bytes = 0;
     std::uint64_t key = 0;
   };
@@ -265,7 +269,9 @@ class Scheduler {
   void leave_slot_queue(Index job);
   bool serve_slots(SlotKind kind);
   void settle();
-  void sweep_entries();
+  void wait_for_range(Index entry, Index from);
+  void stop_waiting(Index entry);
+  void check_later(Index entry);
   void skip_update(Index job);
   void skip_waiting(Index unit, Index entry);
   void order_updates(Index entry, std::span<const bool> contributes);
@@ -306,15 +312,15 @@ class Scheduler {
   std::vector<Copy> copies_;
   std::vector<Entry> entries_;
   std::vector<Index> free_entries_;
+  std::vector<Index> entries_to_check_;  // may be over
   std::vector<Job> jobs_;
   std::vector<Index> free_jobs_;
   std::array<SlotPool, 3> pools_;  // fetch, update, gradient
   std::array<Lane, 5> lanes_;      // read, write, copy in, copy out, cpu
   Index entry_head_ = kNone, entry_tail_ = kNone, entry_count_ = 0;
   Index jobs_alive_ = 0, gradient_jobs_ = 0, in_flight_ = 0;
-  Index reserved_jobs_ = 0;     // of the free ones, kept for commits
-  Index waiting_updates_ = 0;   // chunks with a waiting_job
-  bool entries_stale_ = false;  // some entry may have ended, become ready or got its range
+  Index reserved_jobs_ = 0;    // of the free ones, kept for commits
+  Index waiting_updates_ = 0;  // chunks with a waiting_job
   std::uint64_t next_key_ = 1;
   std::uint64_t cancellations_ = 0;
 };
