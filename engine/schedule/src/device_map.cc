@@ -11,18 +11,34 @@ namespace {
 
 constexpr std::uint32_t kNoUnit = 0xFFFFFFFFu;
 
-// A stretch of the slab, closed since `closed_at` (0: never used), with the parameters of `unit` whole and unchanged in
-// the opening that begins at `owner_begin`.
+// A stretch of the slab, closed since `closed_at` (0: never used); with the parameters of `unit`, whole and unchanged.
 struct Stretch {
   std::uint64_t begin = 0, end = 0;
   std::uint32_t closed_at = 0;
   std::uint32_t unit = kNoUnit;
+  bool needed = false;  // by a later opening of the pass
 };
 
-// Every place is chosen to overwrite what was closed longest ago.
+// A stretch that was closed within the last openings makes what is fetched into it wait for them.
+constexpr std::size_t kRecentOpenings = 2;
+
+// Every place is chosen to overwrite first what nobody needs any more in this pass (unless it was closed just now), and
+// then what was closed longest ago.
 bool place_oldest_first(std::span<const Opening> openings, std::uint64_t slab_bytes,
                         std::vector<std::uint64_t>& offsets) {
-  std::vector<Stretch> stretches = {{0, slab_bytes, 0, kNoUnit}};
+  std::vector<Stretch> stretches = {{0, slab_bytes, 0, kNoUnit}};  // by place; what was never used is the last
+  std::uint32_t units = 0;
+  for (const Opening& opening : openings) units = std::max(units, opening.unit + 1);
+  std::vector<std::uint8_t> needed(openings.size(), 0);
+  {
+    std::vector<std::uint8_t> again(units, 0);
+    for (std::size_t i = openings.size(); i-- > 0;) {
+      if (openings[i].gradient) continue;
+      needed[i] = again[openings[i].unit];
+      again[openings[i].unit] = 1;
+    }
+  }
+  std::vector<std::uint64_t> last_place(units, 0);  // of each unit's parameters
   for (std::size_t i = 0; i < openings.size(); ++i) {
     const Opening& opening = openings[i];
     if (opening.bytes == 0) continue;
@@ -30,25 +46,36 @@ bool place_oldest_first(std::span<const Opening> openings, std::uint64_t slab_by
     const std::uint32_t now = opening.open_at + 1;  // 0 is "never"
     // The unit's own parameters, still whole from an earlier opening of this pass.
     if (!opening.gradient) {
-      const auto own = std::find_if(stretches.begin(), stretches.end(), [&](const Stretch& s) {
-        return s.unit == opening.unit && s.end - s.begin == opening.bytes && s.closed_at <= now;
-      });
-      if (own != stretches.end()) {
+      const auto own = std::lower_bound(stretches.begin(), stretches.end(), last_place[opening.unit],
+                                        [](const Stretch& s, std::uint64_t place) { return s.begin < place; });
+      if (own != stretches.end() && own->begin == last_place[opening.unit] && own->unit == opening.unit &&
+          own->end - own->begin == opening.bytes && own->closed_at <= now) {
         own->closed_at = opening.close_at + 1;
+        own->needed = needed[i] != 0;
         offsets[i] = own->begin;
         continue;
       }
     }
+    const std::uint32_t recent = i < kRecentOpenings ? 0 : openings[i - kRecentOpenings].open_at + 1;
+    const auto cost_of = [&](const Stretch& s) {
+      const bool last_choice = s.closed_at != 0 && (s.needed || s.closed_at > recent);
+      return std::uint64_t{last_choice} << 32 | s.closed_at;
+    };
     std::size_t best = stretches.size();
-    std::uint32_t best_cost = 0xFFFFFFFFu;
-    for (std::size_t first = 0; first < stretches.size(); ++first) {
+    std::uint64_t best_cost = ~std::uint64_t{0};
+    const Stretch& rear = stretches.back();
+    if (rear.closed_at == 0 && rear.end - rear.begin >= opening.bytes) {
+      best_cost = 0;
+      best = stretches.size() - 1;
+    }
+    for (std::size_t first = 0; first < stretches.size() && best_cost != 0; ++first) {
       const std::uint64_t end = stretches[first].begin + opening.bytes;
       if (end > slab_bytes) break;
-      std::uint32_t cost = 0;
-      for (std::size_t k = first; k < stretches.size() && stretches[k].begin < end; ++k) {
-        cost = std::max(cost, stretches[k].closed_at);
+      std::uint64_t cost = 0;
+      for (std::size_t k = first; k < stretches.size() && stretches[k].begin < end && cost < best_cost; ++k) {
+        cost = stretches[k].closed_at > now ? best_cost : std::max(cost, cost_of(stretches[k]));
       }
-      if (cost <= now && cost < best_cost) {
+      if (cost < best_cost) {
         best_cost = cost;
         best = first;
       }
@@ -61,12 +88,14 @@ bool place_oldest_first(std::span<const Opening> openings, std::uint64_t slab_by
     Stretch rest = stretches[last];
     rest.begin = end;
     rest.unit = kNoUnit;
+    rest.needed = false;
     stretches.erase(stretches.begin() + static_cast<std::ptrdiff_t>(best),
                     stretches.begin() + static_cast<std::ptrdiff_t>(last) + 1);
     auto at = stretches.begin() + static_cast<std::ptrdiff_t>(best);
     if (rest.begin < rest.end) at = stretches.insert(at, rest);
-    stretches.insert(at, {begin, end, opening.close_at + 1, opening.gradient ? kNoUnit : opening.unit});
+    stretches.insert(at, {begin, end, opening.close_at + 1, opening.gradient ? kNoUnit : opening.unit, needed[i] != 0});
     offsets[i] = begin;
+    if (!opening.gradient) last_place[opening.unit] = begin;
   }
   return true;
 }

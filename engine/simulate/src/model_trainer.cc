@@ -216,7 +216,10 @@ bool ModelTrainer::open(const Operation& operation) {
         expected_.erase(expected_.begin());
       } else {
         entry = append(trace, cursor_, 0, true);
-        if (entry == kNone) return false;
+        if (entry == kNone) {
+          drop_expected();  // updates that wait for the trainer may fill the tables
+          return false;
+        }
         ahead_pass_ = 0;
         ahead_access_ = cursor_ + 1;
       }

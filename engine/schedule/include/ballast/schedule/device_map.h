@@ -1,8 +1,8 @@
 // The static map of the device slab: where each opening of a pass (a unit's parameters, a unit's gradient scratch)
 // lies. Compiled once per trace; pure arithmetic. Openings whose lives overlap in the trace get disjoint ranges; beyond
-// that, places are chosen so that what was closed longest ago is overwritten first: it leaves the most room to fetch
-// ahead, and keeps the last units of forward for the first ones of backward.
-// SPDX-License-Identifier: Apache-2.0
+// that, places are chosen so that what nobody needs any more in the pass is overwritten first, then what was closed
+// longest ago: it leaves the most room to fetch ahead, and keeps the last units of forward for the first ones of
+// backward. SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstdint>
