@@ -197,8 +197,9 @@ GradientLease EngineImplementation::gradients(UnitId unit, Stream stream) {
         "unit " + plan_.layout.units[unit.index].name +
         " has had its last gradient of this step; contributions before it are committed with commit_partial");
   }
-  // The gradient of the step before is consumed by its update; it must not be overwritten before.
-  if (executor_->scheduler().unit_update_due(unit.index)) force_updates(lock, unit.index);
+  // The gradient of the step before is consumed by its update; it must not be overwritten before. The stream waits for
+  // that; what no open lease has asked for is asked for here.
+  if (!executor_->scheduler().unit_updates_coming(unit.index)) force_updates(lock, unit.index);
   const schedule::Index entry = open(lock, unit.index, true);
   const std::uint64_t id = new_lease(unit.index, true, entry, &on);
   lease_of(id).opening = recorder_.open(unit.index, true);
@@ -216,7 +217,11 @@ void EngineImplementation::on_gate(void* self, std::uint64_t id) {
   auto& engine = *static_cast<EngineImplementation*>(self);
   Lock lock(engine.executor_->mutex());
   const Lease& lease = engine.lease_of(id);
-  if (!engine.executor_->wait_on_stream(lock, [&] { return engine.executor_->scheduler().ready(lease.entry); })) return;
+  const schedule::Scheduler& scheduler = engine.executor_->scheduler();
+  const auto open = [&] {
+    return scheduler.ready(lease.entry) && !(lease.gradient && scheduler.unit_update_due(lease.unit));
+  };
+  if (!engine.executor_->wait_on_stream(lock, open)) return;
   if (!lease.gradient) return;
   std::byte* const scratch = engine.executor_->window() + engine.executor_->scheduler().device_offset(lease.entry);
   const UnitLayout& unit = engine.plan_.layout.units[lease.unit];

@@ -234,6 +234,29 @@ TEST(Scheduler, EndsAUseThatWasReleasedBeforeItsSourceArrived) {
   EXPECT_EQ(w.scheduler->entries_alive(), 0u);
 }
 
+TEST(Scheduler, EndsAReleasedUseWhenItsSourceArrivesThoughThatOneStays) {
+  World w(1, 1);
+  w.parameters(0, 0, Form::fetch, true);
+  const Index b = w.parameters(0, 0, Form::fetch, true);
+  w.release(b);
+  w.run();
+  EXPECT_FALSE(w.scheduler->entry_alive(b));
+  EXPECT_EQ(w.scheduler->entries_alive(), 1u);
+}
+
+TEST(Scheduler, SaysWhereACurrentCopyLiesAndThatOneIsOutdated) {
+  World w(1, 1);
+  std::uint64_t offset = 0;
+  EXPECT_FALSE(w.scheduler->copy_offset(0, &offset));
+  w.release(w.parameters(0, 30, Form::fetch, true));
+  w.run();
+  EXPECT_TRUE(w.scheduler->copy_offset(0, &offset));
+  EXPECT_EQ(offset, 30u);
+  w.contribute(0, true);
+  w.scheduler->decide(true);
+  EXPECT_FALSE(w.scheduler->copy_offset(0, &offset));
+}
+
 TEST(Scheduler, GivesSlotsOutInProgramOrder) {
   World w(3, 1, small(1, 1, 1));
   w.parameters(0, 0, Form::fetch, false);
@@ -407,6 +430,38 @@ TEST(Scheduler, ReadsStatesWithTheParametersAndUpdatesWhenTheGradientHasCome) {
   w.scheduler->decide(true);
   EXPECT_FALSE(w.scheduler->unit_update_due(0));
   EXPECT_TRUE(w.scheduler->idle());
+}
+
+TEST(Scheduler, CopiesParametersInBeforeAnEagerUpdateChangesThem) {
+  World w(2, 1);
+  const Index before = w.parameters(1, 5, Form::fetch, true);  // still in the way
+  const Index p = w.parameters(0, 0, Form::update_after, true);
+  const Index g = w.gradients(0, 100, false, true);
+  w.run();
+  w.commit(g, true, true);  // though the trainer never looked at the parameters
+  EXPECT_EQ(w.run(), (Names{"copy out 0", "accumulate 0"}));
+  w.release(before);
+  EXPECT_EQ(w.run(), (Names{"copy in 0", "update 0", "write 0"}));
+  EXPECT_TRUE(w.scheduler->ready(p));
+}
+
+TEST(Scheduler, TellsWhetherADueUpdateNeedsAnythingMore) {
+  World w(1, 1);
+  EXPECT_TRUE(w.scheduler->unit_updates_coming(0));  // none is due
+  w.contribute(0, true);
+  w.scheduler->decide(true);
+  EXPECT_FALSE(w.scheduler->unit_updates_coming(0));  // nothing asks for it
+  const Index p = w.parameters(0, 0, Form::fetch, false);
+  EXPECT_FALSE(w.scheduler->unit_updates_coming(0));  // an expected entry may be cancelled
+  w.scheduler->lease(p);
+  EXPECT_TRUE(w.scheduler->unit_updates_coming(0));
+  w.run();
+  EXPECT_TRUE(w.scheduler->unit_updates_coming(0));
+  w.release(p);
+  w.contribute(0, true);
+  w.scheduler->decide(true);
+  EXPECT_TRUE(w.scheduler->append_updates(0));
+  EXPECT_TRUE(w.scheduler->unit_updates_coming(0));
 }
 
 TEST(Scheduler, QueuesEagerUpdatesWithTheGradientOpening) {

@@ -634,6 +634,20 @@ bool Scheduler::unit_update_unclaimed(Index unit) const {
   return false;
 }
 
+bool Scheduler::unit_updates_coming(Index unit) const {
+  const Unit& u = units_[unit];
+  for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    const Index j = chunk_states_[c].update_job;
+    if (!update_due(c)) continue;
+    if (j == kNone) return false;
+    const Job& job = jobs_[j];
+    const bool asked_for = job.owner_key == 0 || job.gate_on_gradient ||
+                           (job.entry != kNone && entries_[job.entry].leased && !entries_[job.entry].cancelled);
+    if (!asked_for) return false;
+  }
+  return true;
+}
+
 bool Scheduler::unit_busy(Index unit) const {
   const Unit& u = units_[unit];
   for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {

@@ -196,7 +196,7 @@ void ModelTrainer::end_pass() {
 bool ModelTrainer::open(const Operation& operation) {
   const bool gradient = operation.verb == Verb::open_gradients;
   const Trace& trace = running_trace();
-  if (gradient && scheduler_.unit_update_due(operation.unit) && !holds(operation.unit)) {
+  if (gradient && !scheduler_.unit_updates_coming(operation.unit)) {
     // Pending updates run before the unit's next gradient; no parameter opening of this pass has asked for this one.
     drop_expected();
     if (!scheduler_.append_updates(operation.unit)) return false;
@@ -259,17 +259,6 @@ bool ModelTrainer::find_place(Index unit, bool gradient, std::uint64_t bytes, st
     const Index entry = scheduler_.overlapping(offset, bytes, kNone, true);
     if (entry == kNone) return true;
     offset = scheduler_.device_offset(entry) + scheduler_.entry_bytes(entry);
-  }
-  return false;
-}
-
-// Whether the trainer holds the unit's parameters (opened, and their release not asked for).
-bool ModelTrainer::holds(Index unit) const {
-  for (std::size_t i = host_at_; i-- > pass_begin_;) {
-    const Operation& operation = plan_->program[i];
-    if (operation.unit != unit) continue;
-    if (operation.verb == Verb::open_parameters) return true;
-    if (operation.verb == Verb::release) return false;
   }
   return false;
 }

@@ -83,7 +83,6 @@ class ModelTrainer {
   void note_cancellations();
   void note_deviation();
   bool queue_updates();
-  bool holds(Index unit) const;
   bool ready_to_compute(Index unit, Index& parameters, Index& gradients) const;
   const Trace& running_trace() const { return traces_[evaluating_ ? 1 : 0]; }
 
