@@ -6,5 +6,5 @@ ballast_add_test(schedule_explorer_test LABEL simulation
   SOURCES simulation/explorer_test.cc
   LIBRARIES ballast_simulate)
 ballast_add_test(schedule_property_test LABEL simulation
-  SOURCES simulation/property_test.cc
+  SOURCES simulation/property_test.cc simulation/simulator_test.cc
   LIBRARIES ballast_simulate)

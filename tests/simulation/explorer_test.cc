@@ -115,6 +115,28 @@ TEST_F(Explorer, CoversDeeperLanesMoreSlotsAndATrainerWhoseHostRunsAhead) {
   }
 }
 
+TEST_F(Explorer, CoversFourUnitsWithTwoOfEverything) {
+  for (const Timing timing : kTimings) {
+    for (Index passes = 1; passes <= 3; ++passes) {
+      for (const bool stored : {true, false}) {
+        if (!stored && (timing != Timing::eager || passes != 1)) continue;
+        Shape shape;
+        shape.units = 4;
+        shape.stored_gradients = stored;
+        Plan plan = start_plan(shape, timing, passes);
+        plan.run_ahead = 1000;
+        plan.limits.fetch_slots = plan.limits.update_slots = plan.limits.gradient_slots = 2;
+        plan.limits.reads = plan.limits.writes = plan.limits.copies_in = plan.limits.copies_out = 2;
+        plan.limits.cpu_tasks = 2;
+        plan.slab_bytes += 3;
+        plan.text += ", two of everything";
+        three_steps(plan, passes, 1);
+        cover(plan);
+      }
+    }
+  }
+}
+
 TEST_F(Explorer, CoversEveryCombinationOfTiers) {
   constexpr Tier kTiers[] = {Tier::device, Tier::host, Tier::nvme};
   for (const Timing timing : kTimings) {
@@ -278,15 +300,7 @@ TEST_F(Explorer, CoversLeasesThatOverlap) {
               writer.decide(s != 1 || timing == Timing::eager);
             }
             writer.settle();
-            ExplorerOptions options;
-            // With one update slot a unit's update holds what the other's parameters wait for: the engine does not
-            // attach updates then; here it must find its way out.
-            options.allow_relief = timing == Timing::eager && slots == 1;
-            const Exploration result = explore(plan, options);
-            ASSERT_TRUE(result.failure.empty()) << result.failure;
-            ASSERT_TRUE(result.complete);
-            states_ += result.states;
-            ++plans_;
+            cover(plan);
           }
         }
       }

@@ -17,29 +17,36 @@ void ModelTrainer::set_trace(Trace& trace, std::vector<Access> accesses) const {
   trace.offsets = map.offsets;
   const std::size_t count = trace.accesses.size();
   trace.first_parameters.assign(count, 0);
-  trace.last_parameters.assign(count, 0);
+  trace.carries_update.assign(count, 0);
+  trace.queues_update.assign(count, 0);
+  std::vector<Index> commits(plan_->units.size(), 0);
+  std::vector<std::size_t> last_parameters(plan_->units.size(), count), gradient_of(count, count);
+  for (const Access& a : trace.accesses) commits[a.unit] += a.gradient ? 1 : 0;
   for (std::size_t i = 0; i < count; ++i) {
     const Access& a = trace.accesses[i];
-    if (!a.gradient) {
-      trace.first_parameters[i] = std::none_of(trace.accesses.begin(), trace.accesses.begin() + static_cast<int>(i),
-                                               [&](const Access& b) { return !b.gradient && b.unit == a.unit; });
-    } else if (!a.partial) {
-      for (std::size_t k = count; k-- > 0;) {
-        const Access& b = trace.accesses[k];
-        if (b.gradient || b.unit != a.unit || b.open_at > a.close_at) continue;
-        trace.last_parameters[k] = 1;
-        break;
-      }
+    if (a.gradient) {
+      trace.queues_update[i] = !a.partial;
+      if (!a.partial && commits[a.unit] == 1 && last_parameters[a.unit] < count)
+        gradient_of[last_parameters[a.unit]] = i;
+    } else {
+      trace.first_parameters[i] = last_parameters[a.unit] == count;
+      last_parameters[a.unit] = i;
     }
   }
-}
-
-// Eager: whether the unit's updates come with its parameters at this access.
-bool ModelTrainer::attached(const Trace& trace, Index access, Index place_in_step) const {
-  const Access& a = trace.accesses[access];
-  return plan_->timing == Timing::eager && place_in_step + 1 == passes_ && !a.gradient &&
-         trace.last_parameters[access] != 0 &&
-         plan_->units[a.unit].chunk_count <= std::max(1u, plan_->limits.update_slots / 2);
+  // A unit's update slots are held from its parameters until its gradient has come; what is held at the same time must
+  // fit.
+  std::vector<std::pair<std::uint32_t, Index>> held;  // (until, chunks)
+  for (std::size_t i = 0; i < count; ++i) {
+    if (gradient_of[i] == count) continue;
+    const Access& a = trace.accesses[i];
+    std::erase_if(held, [&](const auto& h) { return h.first <= a.open_at; });
+    Index chunks = plan_->units[a.unit].chunk_count;
+    for (const auto& h : held) chunks += h.second;
+    if (chunks > plan_->limits.update_slots) continue;
+    held.emplace_back(trace.accesses[gradient_of[i]].close_at, plan_->units[a.unit].chunk_count);
+    trace.carries_update[i] = 1;
+    trace.queues_update[gradient_of[i]] = 0;
+  }
 }
 
 Index ModelTrainer::append(const Trace& trace, Index access, Index pass, bool leased) {
@@ -51,16 +58,15 @@ Index ModelTrainer::append(const Trace& trace, Index access, Index pass, bool le
   const bool undecided = training && place / passes_ != 0;
   const Index place_in_step = training ? place % passes_ : 0;
   if (a.gradient) {
-    bool eager_updates = training && plan_->timing == Timing::eager && place_in_step + 1 == passes_ && !a.partial;
-    for (Index i = 0; i < trace.accesses.size() && eager_updates; ++i) {
-      if (trace.accesses[i].unit == a.unit && attached(trace, i, place_in_step)) eager_updates = false;
-    }
+    const bool eager_updates =
+        training && plan_->timing == Timing::eager && place_in_step + 1 == passes_ && trace.queues_update[access] != 0;
     return scheduler_.append_gradients(a.unit, offset, eager_updates, leased);
   }
   Form form = Form::fetch;
   if (plan_->timing == Timing::just_in_time && undecided && place_in_step == 0 && trace.first_parameters[access] != 0) {
     form = Form::update_expected;
-  } else if (training && attached(trace, access, place_in_step)) {
+  } else if (training && plan_->timing == Timing::eager && place_in_step + 1 == passes_ &&
+             trace.carries_update[access] != 0) {
     form = Form::update_after;
   }
   return scheduler_.append_parameters(a.unit, offset, form, leased);

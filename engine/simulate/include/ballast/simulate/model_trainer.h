@@ -51,8 +51,9 @@ class ModelTrainer {
   struct Trace {
     std::vector<Access> accesses;
     std::vector<std::uint64_t> offsets;
-    std::vector<std::uint8_t> last_parameters;  // per access: the unit's last before its final gradient commit
-    std::vector<std::uint8_t> first_parameters;
+    // Per access: the unit's first parameters of the pass; eager: states are read with these parameters; eager: this
+    // gradient queues the update itself.
+    std::vector<std::uint8_t> first_parameters, carries_update, queues_update;
     bool known = false;
   };
   struct Handle {
@@ -73,7 +74,6 @@ class ModelTrainer {
   bool open(const Operation& operation);
   Index append(const Trace& trace, Index access, Index pass, bool leased);
   Index append_on_demand(const Operation& operation);
-  bool attached(const Trace& trace, Index access, Index place_in_step) const;
   bool find_place(Index unit, bool gradient, std::uint64_t bytes, std::uint64_t& offset) const;
   bool host_barrier(const Operation& operation);
   void begin_pass(bool evaluation);
