@@ -392,6 +392,11 @@ Report EngineImplementation::report() {
   for (int lane = 0; lane < kLaneCount; ++lane) {
     r.lanes[static_cast<std::size_t>(lane)] = executor_->lane_report(static_cast<Lane>(lane), lock);
   }
+  LaneReport& compute = r.lanes[static_cast<std::size_t>(Lane::compute)];
+  for (const auto& stream : streams_) {
+    compute.busy_ns += stream->closure_ns();
+    compute.tasks += stream->closures();
+  }
   r.steps_updated = steps_updated_;
   r.steps_discarded = steps_discarded_;
   r.acquires = acquires_;

@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
 #include <system_error>
 #include <utility>
@@ -189,9 +190,14 @@ void HostStream::run_item(Shared& shared, Item& item) {
     case Kind::call:
       item.host_call.function(item.host_call.context, item.host_call.argument);
       return;
-    case Kind::closure:
+    case Kind::closure: {
+      const auto begin = std::chrono::steady_clock::now();
       item.closure();
+      const auto spent = std::chrono::steady_clock::now() - begin;
+      shared.closure_ns += static_cast<std::uint64_t>(std::chrono::nanoseconds(spent).count());
+      ++shared.closures;
       return;
+    }
     case Kind::wait:
       item.point.progress->wait_for(item.point.count);
       return;

@@ -74,6 +74,8 @@ class HostStream final : public Stream {
   void wait(Event& event) override;
   void synchronize() override;
   void* native_handle() const override { return nullptr; }
+  std::uint64_t closure_ns() const override { return shared_->closure_ns.load(std::memory_order_relaxed); }
+  std::uint64_t closures() const override { return shared_->closures.load(std::memory_order_relaxed); }
 
  private:
   enum class Kind : std::uint8_t { copy, call, closure, wait };
@@ -100,7 +102,8 @@ class HostStream final : public Stream {
     bool idle = false;             // the thread sleeps on `work`
     int callers_waiting = 0;
     bool ending = false;
-    std::exception_ptr failure;  // the first since the last synchronize()
+    std::exception_ptr failure;                             // the first since the last synchronize()
+    std::atomic<std::uint64_t> closure_ns{0}, closures{0};  // written by the thread alone
   };
 
   template <class Fill>

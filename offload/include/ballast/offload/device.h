@@ -44,6 +44,9 @@ class Stream {
   virtual void wait(Event& event) = 0;      // later work waits for the event's last record
   virtual void synchronize() = 0;           // blocks; rethrows a latched failure
   virtual void* native_handle() const = 0;  // a cudaStream_t; null on the host device
+  // Time spent in closures so far, and how many ended; 0 where the device cannot tell. Any thread.
+  virtual std::uint64_t closure_ns() const { return 0; }
+  virtual std::uint64_t closures() const { return 0; }
 };
 
 class Device {
