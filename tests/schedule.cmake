@@ -1,7 +1,9 @@
 # Tests of the scheduler: by hand, by exploration, by simulation.
 # SPDX-License-Identifier: Apache-2.0
 ballast_add_test(device_map_test LABEL unit SOURCES unit/device_map_test.cc LIBRARIES ballast_schedule)
-ballast_add_test(scheduler_test LABEL unit SOURCES unit/scheduler_test.cc LIBRARIES ballast_schedule)
+ballast_add_test(scheduler_test LABEL unit
+  SOURCES unit/scheduler_test.cc unit/scheduler_eager_test.cc
+  LIBRARIES ballast_schedule)
 ballast_add_test(schedule_explorer_test LABEL simulation
   SOURCES simulation/explorer_test.cc
   LIBRARIES ballast_simulate)

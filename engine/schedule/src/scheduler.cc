@@ -30,7 +30,7 @@ Scheduler::Scheduler(std::vector<Chunk> chunks, std::vector<Unit> units, const L
   }
 }
 
-// --- entries ---------------------------------------------------------------------------------------------------------
+// --- the trainer -----------------------------------------------------------------------------------------------------
 
 bool Scheduler::room_for(Index unit) const {
   // An entry of parameters may bring an update and a fetch for each chunk; one of gradients an update, and later as
@@ -41,25 +41,6 @@ bool Scheduler::room_for(Index unit) const {
 void Scheduler::reserve_jobs(Entry& entry, Index count) {
   reserved_jobs_ += count - entry.reserved_jobs;
   entry.reserved_jobs = count;
-}
-
-Index Scheduler::append_entry(Index unit, std::uint64_t offset, std::uint64_t bytes, bool gradient, bool leased) {
-  const Index id = free_entries_.back();
-  free_entries_.pop_back();
-  Entry& entry = entries_[id];
-  entry = Entry{};
-  entry.alive = true;
-  entry.gradient = gradient;
-  entry.leased = leased;
-  entry.unit = unit;
-  entry.offset = offset;
-  entry.bytes = bytes;
-  entry.key = next_key_++;
-  entry.previous = entry_tail_;
-  (entry_tail_ == kNone ? entry_head_ : entries_[entry_tail_].next) = id;
-  entry_tail_ = id;
-  ++entry_count_;
-  return id;
 }
 
 Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form form, bool leased) {
@@ -283,161 +264,6 @@ void Scheduler::pass_waiting_updates(const Unit& u) {
     if (j != kNone && jobs_[j].slot_kind == SlotKind::update && jobs_[j].key < last_key) skip_update(j);
   }
   settle();
-}
-
-void Scheduler::cancel_entry(Index id) {
-  Entry& entry = entries_[id];
-  entry.cancelled = true;
-  for (Copy& copy : copies_) {
-    if (copy.entry == id) {
-      forget_copy(copy.unit);
-      break;
-    }
-  }
-  end_entry_if_over(id);
-}
-
-void Scheduler::cancel_expected() {
-  ++cancellations_;
-  for (Index id = entry_tail_; id != kNone;) {
-    const Index previous = entries_[id].previous;
-    if (!entries_[id].leased && !entries_[id].cancelled) {
-      const std::uint64_t key = entries_[id].key;
-      const Unit& u = units_[entries_[id].unit];
-      for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-        for (Index job = chunk_states_[c].queue_head; job != kNone;) {
-          const Index next_job = jobs_[job].next_same_chunk;
-          if (jobs_[job].owner_key == key) cancel_job(job);
-          job = next_job;
-        }
-      }
-      cancel_entry(id);
-    }
-    id = previous;
-  }
-  // Updates that wait for the trainer hold slots that what comes now may need.
-  for (Index c = 0; c < chunks_.size() && waiting_updates_ != 0; ++c) {
-    if (chunk_states_[c].waiting_job != kNone) skip_update(chunk_states_[c].waiting_job);
-  }
-  settle();
-}
-
-void Scheduler::end_entry_if_over(Index id) {
-  Entry& entry = entries_[id];
-  if (!entry.alive || entry.in_flight != 0) return;
-  const bool over = entry.cancelled || (entry.committed && entry.missing == 0) ||
-                    (entry.released && (entry.gradient || entry_ready(entry)));
-  if (!over) return;
-  entry.alive = false;
-  reserve_jobs(entry, 0);
-  (entry.previous == kNone ? entry_head_ : entries_[entry.previous].next) = entry.next;
-  (entry.next == kNone ? entry_tail_ : entries_[entry.next].previous) = entry.previous;
-  --entry_count_;
-  for (Copy& copy : copies_) {
-    if (copy.entry == id) copy.entry = kNone;
-  }
-  free_entries_.push_back(id);
-  stop_waiting(id);
-  if (entry.source != kNone) entries_[entry.source].dependents += entry.dependents - 1;
-  for (Index i = entry.next; entry.dependents != 0; i = entries_[i].next) {
-    if (entries_[i].source != id) continue;
-    --entry.dependents;
-    entries_[i].source = entry.source;
-    entries_[i].range_free = entry.source == kNone;
-    check_later(i);
-  }
-  for (Index i = entry.first_waiter; i != kNone;) {
-    const Index next = entries_[i].next_waiter;
-    entries_[i].blocker = entries_[i].next_waiter = kNone;
-    wait_for_range(i, entry.previous);
-    i = next;
-  }
-  const Unit& u = units_[entry.unit];
-  for (Index c = u.first_chunk; !entry.gradient && c < u.first_chunk + u.chunk_count; ++c) {
-    // Updates of parameters that live on the device waited for their readers.
-    if (chunks_[c].parameters == Tier::device && chunk_states_[c].queue_head != kNone) {
-      advance(chunk_states_[c].queue_head);
-    }
-  }
-}
-
-// Looks from `from` backwards for an entry that overlaps (none lies after it): that one must end first. Without one the
-// range is the entry's, and copies into it may start.
-void Scheduler::wait_for_range(Index id, Index from) {
-  Entry& entry = entries_[id];
-  for (Index i = from; i != kNone && entry.bytes > 0; i = entries_[i].previous) {
-    if (!overlap(entry.offset, entry.bytes, entries_[i].offset, entries_[i].bytes)) continue;
-    entry.blocker = i;
-    entry.next_waiter = entries_[i].first_waiter;
-    entries_[i].first_waiter = id;
-    return;
-  }
-  entry.range_free = true;
-  if (entry.gradient || entry.missing == 0) return;
-  const Unit& u = units_[entry.unit];
-  for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    for (Index j = chunk_states_[c].queue_head; j != kNone;) {
-      const Index next = jobs_[j].next_same_chunk;
-      if (jobs_[j].entry == id) advance(j);
-      j = next;
-    }
-  }
-}
-
-void Scheduler::stop_waiting(Index id) {
-  const Index blocker = entries_[id].blocker;
-  if (blocker == kNone) return;
-  Index* link = &entries_[blocker].first_waiter;
-  while (*link != id) link = &entries_[*link].next_waiter;
-  *link = entries_[id].next_waiter;
-  entries_[id].blocker = kNone;
-}
-
-void Scheduler::check_later(Index id) {
-  if (entries_[id].to_check) return;
-  entries_[id].to_check = true;
-  entries_to_check_.push_back(id);
-}
-
-// What every call ends with: entries and slots given out until nothing changes.
-void Scheduler::settle() {
-  for (bool again = true; again;) {
-    while (!entries_to_check_.empty()) {
-      const Index id = entries_to_check_.back();
-      entries_to_check_.pop_back();
-      entries_[id].to_check = false;
-      end_entry_if_over(id);
-    }
-    again = false;
-    for (SlotKind kind : {SlotKind::fetch, SlotKind::update, SlotKind::gradient}) again |= serve_slots(kind);
-    again |= !entries_to_check_.empty();
-  }
-}
-
-Index Scheduler::overlapping(std::uint64_t offset, std::uint64_t bytes, Index except, bool leased_only) const {
-  if (bytes == 0) return kNone;
-  for (Index i = entry_head_; i != kNone; i = entries_[i].next) {
-    const Entry& entry = entries_[i];
-    if (leased_only && expected(i)) break;  // and so is everything after it
-    if (i == except || entry.bytes == 0 || (leased_only && (!entry.leased || entry.release_requested))) continue;
-    if (overlap(offset, bytes, entry.offset, entry.bytes)) return i;
-  }
-  return kNone;
-}
-
-bool Scheduler::copy_offset(Index unit, std::uint64_t* offset) const {
-  const auto copy = std::find_if(copies_.begin(), copies_.end(), [&](const Copy& c) { return c.unit == unit; });
-  if (copy == copies_.end()) return false;
-  *offset = copy->offset;
-  return true;
-}
-
-void Scheduler::forget_copy(Index unit) {
-  std::erase_if(copies_, [&](const Copy& copy) { return copy.unit == unit; });
-}
-
-void Scheduler::forget_overlapping_copies(std::uint64_t offset, std::uint64_t bytes) {
-  std::erase_if(copies_, [&](const Copy& copy) { return overlap(offset, bytes, copy.offset, copy.bytes); });
 }
 
 // --- decisions and the world -----------------------------------------------------------------------------------------
