@@ -1,5 +1,5 @@
-// Depth first, with copies of the whole model to go back to. States are told apart by a 64-bit hash of their words: among
-// a few million states two different ones share a hash with a chance below 10^-6.
+// Depth first, with copies of the whole model to go back to. States are told apart by a 64-bit hash of their words:
+// among a few million states two different ones share a hash with a chance below 10^-6.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/random.h>
 #include <ballast/simulate/explorer.h>
