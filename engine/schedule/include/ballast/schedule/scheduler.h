@@ -151,9 +151,10 @@ class Scheduler {
   bool update_due(Index chunk) const { return chunk_states_[chunk].due || chunk_states_[chunk].owed; }
   bool unit_update_due(Index unit) const;  // decided (or committed eagerly) and not yet done
   // Every update that is due has a job that runs without anything more being asked for: queued by itself or with an
-  // entry that is leased. Otherwise (only an expected entry asks for it, or nothing) cancel_expected() and append_updates().
+  // entry that is leased. Otherwise only an expected entry asks for it, or nothing: cancel_expected(),
+  // append_updates().
   bool unit_updates_coming(Index unit) const;
-  bool unit_busy(Index unit) const;        // any job of the unit is alive
+  bool unit_busy(Index unit) const;  // any job of the unit is alive
   bool gradients_outstanding() const { return gradient_jobs_ != 0; }
   // The first live entry that overlaps a range, other than `except`; kNone: none. With leased_only, only entries whose
   // release the trainer has not asked for yet.
