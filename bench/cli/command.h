@@ -25,6 +25,7 @@ Command add_train(CLI::App& app);
 Command add_doctor(CLI::App& app);
 Command add_bench_io(CLI::App& bench);
 Command add_bench_adam(CLI::App& bench);
+Command add_bench_step(CLI::App& bench);
 
 // --engine and --set, which most subcommands take.
 class EngineOptions {

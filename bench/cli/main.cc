@@ -37,6 +37,7 @@ int run(int argc, char** argv) {
   bench->require_subcommand(1);
   commands.push_back(add_bench_io(*bench));
   commands.push_back(add_bench_adam(*bench));
+  commands.push_back(add_bench_step(*bench));
   commands.push_back(add_doctor(app));
   try {
     app.parse(argc, argv);

@@ -1,0 +1,279 @@
+// ballast bench step: whole steps of a synthetic model (gradients computed from the parameters, no matrix products),
+// each paired with raw transfers on the same paths shortly before it, so that efficiency is a median of ratios taken on
+// one machine at one time.
+// SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/error.h>
+#include <ballast/base/random.h>
+#include <ballast/base/size.h>
+#include <ballast/engine/engine.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <optional>
+
+#include "command.h"
+#include "display.h"
+#include "gpt/model.h"
+#include "interrupt.h"
+#include "output_file.h"
+#include "run_record.h"
+#include "storage_bench.h"
+
+namespace ballast::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Options {
+  EngineOptions engine;
+  std::string model;
+  std::int64_t steps = 12;
+  std::int64_t micro_batches = 1;
+  std::uint64_t seed = 0;
+  std::string json, trace;
+};
+
+// The units of a GPT without its maths. Forward looks at every parameter, backward writes a gradient for every one.
+class SyntheticModel {
+ public:
+  SyntheticModel(Engine& engine, const gpt::GptShape& shape, std::int64_t micro_batches, std::uint64_t seed)
+      : engine_(engine), seed_(seed), stream_(engine.stream()) {
+    for (gpt::GptUnit& unit : gpt::gpt_units(shape)) {
+      counts_.push_back(unit.parameters.size());
+      units_.push_back(engine.add_unit(std::move(unit.name), std::move(unit.parameters)));
+    }
+    options_.micro_batches = static_cast<int>(micro_batches);
+    std::vector<ExpectedAccess> order;
+    for (const UnitId unit : units_) order.push_back({.unit = unit});
+    for (std::size_t i = units_.size(); i-- > 0;) order.push_back({.unit = units_[i], .gradient = true});
+    engine.expect_order(order, options_.micro_batches);
+  }
+
+  void initialize() {
+    engine_.initialize([this](ParameterId id, std::int64_t first, std::span<float> values) {
+      const std::uint64_t key = base::random_at(seed_, (std::uint64_t{id.unit} << 16) | id.index);
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        const std::uint64_t bits = base::mix(key + static_cast<std::uint64_t>(first) + i);
+        values[i] = static_cast<float>(static_cast<double>(bits >> 40) * 0x1p-24 - 0.5) * 0.04f;
+      }
+    });
+  }
+
+  // The "loss": the mean square of the parameters that forward saw (bf16 ones; every 61st element).
+  StepRecord step() {
+    StepRecord record;
+    sum_ = 0;
+    seen_ = 0;
+    Step step = engine_.begin_step(options_);
+    const auto scale = static_cast<float>(step.loss_scale());
+    for (int micro = 0; micro < options_.micro_batches; ++micro) {
+      PassScope pass = step.begin_pass();
+      for (std::size_t u = 0; u < units_.size(); ++u) {
+        ParameterLease lease = engine_.acquire(units_[u], stream_);
+        for (std::uint32_t p = 0; p < counts_[u]; ++p) {
+          const Tensor tensor = lease[{units_[u].index, p}];
+          stream_.enqueue([this, tensor] { look(tensor); });
+        }
+        lease.release(stream_);
+      }
+      for (std::size_t u = units_.size(); u-- > 0;) {
+        ParameterLease lease = engine_.acquire(units_[u], stream_);
+        GradientLease gradients = engine_.gradients(units_[u], stream_);
+        for (std::uint32_t p = 0; p < counts_[u]; ++p) {
+          const ParameterId id{units_[u].index, p};
+          const Tensor in = lease[id], out = gradients[id];
+          stream_.enqueue([in, out, scale] { differentiate(in, out, scale); });
+        }
+        gradients.commit(stream_);
+        lease.release(stream_);
+      }
+    }
+    const GradientNorm norm = step.finish_backward();
+    if (norm.finite) {
+      step.update();
+    } else {
+      step.discard();
+    }
+    record.grad_norm = norm.value;
+    record.loss = seen_ > 0 ? sum_ / static_cast<double>(seen_) : 0;
+    return record;
+  }
+
+ private:
+  static float value(const Tensor& tensor, std::int64_t i) {
+    if (tensor.dtype == DataType::fp32) return static_cast<const float*>(tensor.data)[i];
+    const std::uint32_t bits = std::uint32_t{static_cast<const std::uint16_t*>(tensor.data)[i]} << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+  }
+
+  void look(const Tensor& tensor) {
+    for (std::int64_t i = 0; i < tensor.elements; i += 61, ++seen_) {
+      const double x = value(tensor, i);
+      sum_ += x * x;
+    }
+  }
+
+  // The gradient of half the mean square, scaled. fp16 parameters are read by their bits, as good a number as any.
+  static void differentiate(const Tensor& in, const Tensor& out, float scale) {
+    if (out.dtype == DataType::fp32 && in.dtype != DataType::fp32) {
+      const auto* source = static_cast<const std::uint16_t*>(in.data);
+      auto* destination = static_cast<std::uint32_t*>(out.data);
+      for (std::int64_t i = 0; i < out.elements; ++i) {
+        const std::uint32_t bits = std::uint32_t{source[i]} << 16;
+        float x;
+        std::memcpy(&x, &bits, sizeof x);
+        x *= 0.01f * scale;
+        std::memcpy(destination + i, &x, sizeof x);
+      }
+      return;
+    }
+    for (std::int64_t i = 0; i < out.elements; ++i) {
+      const float x = value(in, i) * (0.01f * scale);
+      if (out.dtype == DataType::fp32) {
+        static_cast<float*>(out.data)[i] = x;
+      } else {
+        std::uint32_t bits;
+        std::memcpy(&bits, &x, sizeof bits);
+        static_cast<std::uint16_t*>(out.data)[i] = static_cast<std::uint16_t>(bits >> 16);
+      }
+    }
+  }
+
+  Engine& engine_;
+  std::uint64_t seed_;
+  Stream stream_;
+  StepOptions options_;
+  std::vector<UnitId> units_;
+  std::vector<std::size_t> counts_;
+  double sum_ = 0;
+  std::int64_t seen_ = 0;
+};
+
+double median(std::vector<double> values) {
+  if (values.empty()) return std::nan("");
+  std::sort(values.begin(), values.end());
+  const std::size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
+}
+
+// Raw transfers as many as the states that a step moves, every other block read, the rest written.
+std::unique_ptr<StorageBench> raw_transfers(const Config& config, const Report& report) {
+  const std::uint64_t per_path = base::round_down(
+      std::clamp<std::uint64_t>(report.nvme_stored_bytes, 64 * base::kMiB, 4 * base::kGiB) / config.nvme.paths.size(),
+      config.nvme.block_bytes);
+  auto raw = std::make_unique<StorageBench>(StorageBenchOptions{.paths = config.nvme.paths,
+                                                                .bytes_per_path = per_path,
+                                                                .block_bytes = config.nvme.block_bytes,
+                                                                .queue_depth = config.nvme.queue_depth,
+                                                                .backend = backend_from(report.io_backend)});
+  raw->prepare();
+  return raw;
+}
+
+int run(const Options& options) {
+  const Config config = options.engine.load();
+  const gpt::GptShape shape = gpt::GptShape::from_file(options.model);
+  OutputFile json_file(options.json);
+  OutputFile trace_file(options.trace);
+  EngineEnvironment environment;
+  environment.log = [](LogLevel level, std::string_view text) {
+    if (level != LogLevel::debug) std::printf("note: %.*s\n", static_cast<int>(text.size()), text.data());
+  };
+  Engine engine(config, environment);
+  SyntheticModel model(engine, shape, options.micro_batches, options.seed);
+  engine.commit();
+  model.initialize();
+  const Report plan = engine.report();
+  std::unique_ptr<StorageBench> raw;
+  if (plan.nvme_stored_bytes > 0) raw = raw_transfers(config, plan);
+
+  RunRecord record;
+  record.steady_begin = plan;
+  std::vector<double> ratios, raw_rates;
+  const auto steps = static_cast<std::size_t>(options.steps);
+  const InterruptGuard guard;
+  for (std::size_t i = 0; i < steps; ++i) {
+    if (const int signal = InterruptGuard::signal_seen(); signal != 0) return 128 + signal;
+    if (i == warm_up_steps(steps)) record.steady_begin = engine.report();
+    const double rate = raw ? raw->run(StorageBench::Pattern::mixed).bytes_per_second() : 0;
+    const Report before = engine.report();
+    const Clock::time_point begin = Clock::now();
+    StepRecord step = model.step();
+    step.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    record.steps.push_back(step);
+    const Report after = engine.report();
+    if (!raw || i < warm_up_steps(steps)) continue;
+    std::uint64_t moved = 0;
+    for (const Lane lane : {Lane::nvme_read, Lane::nvme_write}) {
+      moved += after.lanes[static_cast<std::size_t>(lane)].bytes - before.lanes[static_cast<std::size_t>(lane)].bytes;
+    }
+    raw_rates.push_back(rate);
+    ratios.push_back(static_cast<double>(moved) / rate / step.seconds);
+  }
+  record.end = engine.report();
+  engine.settle();
+  if (raw) {
+    const double rate = median(raw_rates);
+    record.rates = StorageRates{rate, rate, rate, raw->direct()};
+  }
+  const double efficiency = raw ? median(ratios) : record.efficiency();
+  const auto parameters = static_cast<double>(record.end.parameters);
+  const auto per_parameter = [&](Lane lane) { return fixed_text(record.bytes_per_step(lane) / parameters, 2); };
+  std::vector<std::pair<std::string, std::string>> rows = {
+      {"parameters", count_text(parameters)},
+      {"step", fixed_text(record.steady_step_seconds() * 1e3, 1) + " ms, timing " + record.end.timing + ", " +
+                   record.end.io_backend},
+      {"NVMe bytes per parameter and step",
+       per_parameter(Lane::nvme_read) + " read + " + per_parameter(Lane::nvme_write) + " written"},
+      {"efficiency", fixed_text(efficiency, 3) + (raw ? " (median of raw time over step time, pair by pair)" : "")}};
+  if (raw) {
+    const auto [low, high] = std::minmax_element(ratios.begin(), ratios.end());
+    rows.push_back({"efficiency, lowest and highest pair", fixed_text(*low, 3) + " to " + fixed_text(*high, 3)});
+    rows.push_back({"raw mixed rate, median", rate_text(median(raw_rates))});
+  }
+  print_table(rows);
+  if (trace_file.wanted()) {
+    engine.write_trace(trace_file.temporary_path());
+    trace_file.publish();
+  }
+  if (json_file.wanted()) {
+    nlohmann::ordered_json out = to_json(record);
+    out["efficiency"] = finite_or_null(efficiency);
+    out["efficiency_pairs"] = ratios;
+    out["raw_mixed_bytes_per_second"] = raw_rates;
+    out["model"] = options.model;
+    out["micro_batches"] = options.micro_batches;
+    out["seed"] = options.seed;
+    out["configuration"] = nlohmann::ordered_json::parse(config.to_json());
+    json_file.publish(out.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+  }
+  return 0;
+}
+
+}  // namespace
+
+Command add_bench_step(CLI::App& bench) {
+  auto options = std::make_shared<Options>();
+  CLI::App* parser = bench.add_subcommand("step", "Whole steps of a synthetic model, against raw transfers");
+  parser->add_option("--model", options->model, "Shape of the model, JSON")->type_name("FILE")->required();
+  options->engine.add_to(*parser, true);
+  const CLI::Range positive(std::int64_t{1}, std::int64_t{1} << 40);
+  parser->add_option("--steps", options->steps, "Optimizer steps")->check(positive)->capture_default_str();
+  parser->add_option("--micro-batches", options->micro_batches, "Passes per step")
+      ->check(positive)
+      ->capture_default_str();
+  parser->add_option("--seed", options->seed, "Of the initial parameters")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  parser->add_option("--json", options->json, "Write all figures to FILE")->type_name("FILE");
+  parser->add_option("--trace", options->trace, "Write a timeline for Perfetto to FILE")->type_name("FILE");
+  return {parser, [options] { return run(*options); }};
+}
+
+}  // namespace ballast::cli
