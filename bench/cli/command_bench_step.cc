@@ -1,6 +1,7 @@
-// ballast bench step: whole steps of a synthetic model (gradients computed from the parameters, no matrix products),
-// each paired with raw transfers on the same paths shortly before it, so that efficiency is a median of ratios taken on
-// one machine at one time.
+// ballast bench step: whole steps of a synthetic model (gradients computed from the parameters, no matrix products). A
+// few steps in a row are paired with raw transfers on the same paths just before them, so that efficiency is a median
+// of ratios taken on one machine at one time. The engine reads ahead between steps: raw transfers wait until it is
+// quiet, and only the bytes that it moves while its steps are timed count.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/error.h>
 #include <ballast/base/random.h>
@@ -14,6 +15,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <thread>
 
 #include "command.h"
 #include "display.h"
@@ -31,7 +33,7 @@ using Clock = std::chrono::steady_clock;
 struct Options {
   EngineOptions engine;
   std::string model;
-  std::int64_t steps = 12;
+  std::int64_t steps = 30;
   std::int64_t micro_batches = 1;
   std::uint64_t seed = 0;
   std::string json, trace;
@@ -155,6 +157,29 @@ class SyntheticModel {
   std::int64_t seen_ = 0;
 };
 
+constexpr std::size_t kStepsPerPair = 4;
+
+std::uint64_t nvme_bytes(const Report& report) {
+  return report.lanes[static_cast<std::size_t>(Lane::nvme_read)].bytes +
+         report.lanes[static_cast<std::size_t>(Lane::nvme_write)].bytes;
+}
+
+// Until the engine neither reads ahead nor writes back any more.
+void wait_until_quiet(const Engine& engine) {
+  for (Report last = engine.report();;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    const Report now = engine.report();
+    bool quiet = true;
+    for (const Lane lane : {Lane::nvme_read, Lane::nvme_write}) {
+      const LaneReport& a = last.lanes[static_cast<std::size_t>(lane)];
+      const LaneReport& b = now.lanes[static_cast<std::size_t>(lane)];
+      quiet = quiet && a.bytes == b.bytes && a.busy_ns == b.busy_ns;
+    }
+    if (quiet) return;
+    last = now;
+  }
+}
+
 double median(std::vector<double> values) {
   if (values.empty()) return std::nan("");
   std::sort(values.begin(), values.end());
@@ -198,23 +223,26 @@ int run(const Options& options) {
   std::vector<double> ratios, raw_rates;
   const auto steps = static_cast<std::size_t>(options.steps);
   const InterruptGuard guard;
-  for (std::size_t i = 0; i < steps; ++i) {
-    if (const int signal = InterruptGuard::signal_seen(); signal != 0) return 128 + signal;
+  for (std::size_t i = 0; i < steps;) {
+    // The first steps warm up, alone; then as many in a row as a pair takes.
+    const bool warm = i >= warm_up_steps(steps);
     if (i == warm_up_steps(steps)) record.steady_begin = engine.report();
-    const double rate = raw ? raw->run(StorageBench::Pattern::mixed).bytes_per_second() : 0;
-    const Report before = engine.report();
-    const Clock::time_point begin = Clock::now();
-    StepRecord step = model.step();
-    step.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-    record.steps.push_back(step);
-    const Report after = engine.report();
-    if (!raw || i < warm_up_steps(steps)) continue;
-    std::uint64_t moved = 0;
-    for (const Lane lane : {Lane::nvme_read, Lane::nvme_write}) {
-      moved += after.lanes[static_cast<std::size_t>(lane)].bytes - before.lanes[static_cast<std::size_t>(lane)].bytes;
+    const std::size_t count = warm ? std::min(kStepsPerPair, steps - i) : 1;
+    wait_until_quiet(engine);
+    const double rate = raw && warm ? raw->run(StorageBench::Pattern::mixed).bytes_per_second() : 0;
+    const std::uint64_t before = nvme_bytes(engine.report());
+    double seconds = 0;
+    for (std::size_t k = 0; k < count; ++k, ++i) {
+      if (const int signal = InterruptGuard::signal_seen(); signal != 0) return 128 + signal;
+      const Clock::time_point begin = Clock::now();
+      StepRecord step = model.step();
+      step.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+      seconds += step.seconds;
+      record.steps.push_back(step);
     }
+    if (rate == 0) continue;
     raw_rates.push_back(rate);
-    ratios.push_back(static_cast<double>(moved) / rate / step.seconds);
+    ratios.push_back(static_cast<double>(nvme_bytes(engine.report()) - before) / rate / seconds);
   }
   record.end = engine.report();
   engine.settle();

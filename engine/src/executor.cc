@@ -218,6 +218,13 @@ void Executor::fail_locked(std::exception_ptr failure) {
   changed_.notify_all();
 }
 
+void Executor::stand_still() {
+  fail_locked(std::make_exception_ptr(UsageError(
+      "a stream has waited " + std::to_string(kStandStillSeconds) +
+      " s for a unit while nothing moved; release units that are no longer needed, or raise the budgets. State: " +
+      scheduler_.describe())));
+}
+
 void Executor::fail(std::exception_ptr failure) {
   const Lock lock(mutex_);
   fail_locked(std::move(failure));
@@ -369,6 +376,7 @@ void Executor::finish(Work& work) {
                                                                "copy out", "update", "accumulate"};
   const Lane lane = lane_of(action.task);
   end_span(lane);
+  ++ended_tasks_;
   spans_.add({lane, kNames[static_cast<int>(action.task)], action.unit, action.chunk, work.begin_ns, now_ns(),
               bytes_of(action)});
   // After a failure nothing may take a half-done task for a finished one.

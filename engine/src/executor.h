@@ -16,6 +16,7 @@
 #include <ballast/schedule/scheduler.h>
 
 #include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -69,10 +70,22 @@ class Executor {
     waited_ns_ += now_ns() - begin_ns;
     check(lock);
   }
-  // For streams: blocks until the predicate holds, the engine has failed or is closing. Never throws.
+  // For streams: blocks until the predicate holds, the engine has failed or is closing. Never throws. A wait in which
+  // nothing at all moves ends too: what was only expected gives its memory back after a while, and a stand-still that
+  // outlasts even that becomes the latched failure.
   template <class Predicate>
   bool wait_on_stream(Lock& lock, const Predicate& predicate) {
-    changed_.wait(lock, [&] { return failure_ || closing_ || predicate(); });
+    const auto over = [&] { return failure_ || closing_ || predicate(); };
+    std::uint64_t seen = ended_tasks_;
+    for (int still_seconds = 0; !changed_.wait_for(lock, std::chrono::seconds(1), over);) {
+      still_seconds = seen == ended_tasks_ && scheduler_.quiet() ? still_seconds + 1 : 0;
+      seen = ended_tasks_;
+      if (still_seconds == kPatienceSeconds) {
+        scheduler_.cancel_expected();
+        wake_.notify();
+      }
+      if (still_seconds == kStandStillSeconds) stand_still();
+    }
     return !failure_ && !closing_;
   }
   void check(const Lock&) const {
@@ -124,6 +137,9 @@ class Executor {
     bool done = false;
   };
 
+  static constexpr int kPatienceSeconds = 5;
+  static constexpr int kStandStillSeconds = 300;
+  void stand_still();
   void run();
   bool collect();
   bool start_ready();
@@ -163,6 +179,7 @@ class Executor {
   std::exception_ptr failure_;
   bool closing_ = false;
   bool stopping_ = false;
+  std::uint64_t ended_tasks_ = 0;
   std::uint64_t waited_ns_ = 0;
 
   std::unique_ptr<offload::HostSlab> slab_;
