@@ -187,16 +187,19 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
 }
 
-// Raw transfers as many as the states that a step moves, every other block read, the rest written.
+// Raw transfers as many as the states that are stored, in the engine's pattern: runs as long as a chunk of 1 Mi
+// elements, every other one read, the rest written.
 std::unique_ptr<StorageBench> raw_transfers(const Config& config, const Report& report) {
   const std::uint64_t per_path = base::round_down(
       std::clamp<std::uint64_t>(report.nvme_stored_bytes, 64 * base::kMiB, 4 * base::kGiB) / config.nvme.paths.size(),
       config.nvme.block_bytes);
-  auto raw = std::make_unique<StorageBench>(StorageBenchOptions{.paths = config.nvme.paths,
-                                                                .bytes_per_path = per_path,
-                                                                .block_bytes = config.nvme.block_bytes,
-                                                                .queue_depth = config.nvme.queue_depth,
-                                                                .backend = backend_from(report.io_backend)});
+  auto raw = std::make_unique<StorageBench>(
+      StorageBenchOptions{.paths = config.nvme.paths,
+                          .bytes_per_path = per_path,
+                          .block_bytes = config.nvme.block_bytes,
+                          .queue_depth = config.nvme.queue_depth,
+                          .backend = backend_from(report.io_backend),
+                          .mixed_run_blocks = std::max<std::uint64_t>(1, 12 * base::kMiB / config.nvme.block_bytes)});
   raw->prepare();
   return raw;
 }

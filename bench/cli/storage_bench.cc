@@ -119,7 +119,8 @@ struct StorageBench::Implementation {
   // Fills in the operation for the lane's next block.
   void arm(Lane& lane, io::Operation& operation, Pattern pattern) const {
     const std::uint64_t block = lane.next_block++;
-    const bool write = pattern == Pattern::write || (pattern == Pattern::mixed && block % 2 == 1);
+    const bool write =
+        pattern == Pattern::write || (pattern == Pattern::mixed && block / options.mixed_run_blocks % 2 == 1);
     operation.direction = write ? io::Direction::write : io::Direction::read;
     operation.file = lane.index;
     operation.offset_bytes = block * options.block_bytes;

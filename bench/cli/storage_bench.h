@@ -18,7 +18,8 @@ struct StorageBenchOptions {
   std::uint64_t block_bytes = std::uint64_t{1} << 20;  // bytes_per_path is a multiple of it
   std::uint32_t queue_depth = 32;                      // per path
   io::Backend backend = io::Backend::automatic;
-  double pass_seconds_max = 0;  // a pass ends early after that; 0: never
+  std::uint64_t mixed_run_blocks = 1;  // mixed: blocks in a row that go one way
+  double pass_seconds_max = 0;         // a pass ends early after that; 0: never
 };
 
 class StorageBench {
@@ -30,7 +31,11 @@ class StorageBench {
   StorageBench(const StorageBench&) = delete;
   StorageBench& operator=(const StorageBench&) = delete;
 
-  enum class Pattern : std::uint8_t { read, write, mixed };  // mixed: every other block is read, the rest written
+  enum class Pattern : std::uint8_t {
+    read,
+    write,
+    mixed
+  };  // mixed: every other run of blocks is read, the rest written
   struct Result {
     double seconds = 0;
     double cpu_seconds = 0;  // of this process, all threads, user and system
