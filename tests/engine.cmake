@@ -1,3 +1,6 @@
 # Tests of the engine over the public API.
 # SPDX-License-Identifier: Apache-2.0
 ballast_add_test(trajectory_test LABEL integration SOURCES integration/trajectory_test.cc LIBRARIES ballast::engine)
+ballast_add_test(engine_failure_test LABEL integration SOURCES integration/engine_failure_test.cc
+  LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
+target_include_directories(engine_failure_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)

@@ -1,0 +1,311 @@
+// What the executor's lanes do: transfers, copies, updates, and whole chunks for initial values and reading back.
+// SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/error.h>
+#include <ballast/kernels/reduce.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "executor.h"
+
+namespace ballast::engine {
+
+using schedule::Action;
+using schedule::JobKind;
+using schedule::kNone;
+using schedule::SlotKind;
+using schedule::Task;
+
+// --- addresses -------------------------------------------------------------------------------------------------------
+
+std::byte* Executor::parameter_base(std::uint32_t chunk) const {
+  const ChunkPlacement& place = plan_.placement[chunk];
+  switch (place.parameters) {
+    case Tier::host:
+      return host_parameters_ + place.parameter_offset;
+    case Tier::device:
+      return device_slab_ + place.parameter_offset;
+    case Tier::nvme:
+      break;
+  }
+  return nullptr;
+}
+
+std::byte* Executor::optimizer_base(std::uint32_t chunk) const {
+  const ChunkPlacement& place = plan_.placement[chunk];
+  switch (place.optimizer) {
+    case Tier::host:
+      return host_optimizer_ + place.optimizer_offset;
+    case Tier::device:
+      return device_slab_ + plan_.device_parameter_bytes + place.optimizer_offset;
+    case Tier::nvme:
+      break;
+  }
+  return nullptr;
+}
+
+std::byte* Executor::gradient_store(std::uint32_t chunk) const {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const ChunkPlacement& place = plan_.placement[chunk];
+  if (!layout.trainable || !plan_.stored_gradients[layout.unit]) return nullptr;
+  return place.gradients == Tier::device
+             ? device_slab_ + plan_.device_parameter_bytes + plan_.device_optimizer_bytes + place.gradient_offset
+             : host_gradients_ + place.gradient_offset;
+}
+
+std::byte* Executor::slot_address(SlotKind kind, std::uint32_t slot) const {
+  switch (kind) {
+    case SlotKind::fetch:
+      return fetch_slots_ + slot * plan_.fetch_slot_bytes;
+    case SlotKind::update:
+      return update_slots_ + slot * plan_.update_slot_bytes;
+    case SlotKind::gradient:
+      return gradient_slots_ + slot * plan_.gradient_slot_bytes;
+    case SlotKind::none:
+      break;
+  }
+  return nullptr;
+}
+
+std::byte* Executor::parameter_address(const Action& action) const {
+  std::byte* base = parameter_base(action.chunk);
+  return base != nullptr ? base : slot_address(action.slot_kind, action.slot);
+}
+
+offload::ChunkArrays Executor::arrays(const Action& action) const {
+  const ChunkLayout& chunk = plan_.layout.chunks[action.chunk];
+  offload::ChunkArrays a;
+  a.parameter_format = chunk.dtype == DataType::bf16   ? kernels::ParameterFormat::split_bf16
+                       : chunk.dtype == DataType::fp16 ? kernels::ParameterFormat::fp16
+                                                       : kernels::ParameterFormat::fp32;
+  a.moment_type = moment_type_;
+  a.gradient_type = gradient_type_;
+  a.parameter = parameter_address(action);
+  std::byte* optimizer = optimizer_base(action.chunk);
+  if (optimizer == nullptr) {
+    optimizer = slot_address(action.slot_kind, action.slot) +
+                (plan_.placement[action.chunk].parameters == Tier::nvme ? chunk.parameter_bytes : 0);
+  }
+  a.master = chunk.master_bytes > 0 ? optimizer : nullptr;
+  a.exp_avg = optimizer + chunk.master_bytes;
+  a.exp_avg_sq = optimizer + chunk.master_bytes + chunk.moment_bytes;
+  a.gradient = action.gradient_slot != kNone ? slot_address(SlotKind::gradient, action.gradient_slot)
+                                             : gradient_store(action.chunk);
+  return a;
+}
+
+// --- lanes -----------------------------------------------------------------------------------------------------------
+
+void Executor::start_transfer(Work& work) {
+  const Action& action = work.action;
+  io::Transfer& transfer = work.transfer;
+  const bool read = action.task == Task::read;
+  transfer.direction = read ? io::Direction::read : io::Direction::write;
+  transfer.priority =
+      action.urgent || (read && action.job_kind == JobKind::fetch) ? io::Priority::high : io::Priority::low;
+  transfer.chunk = action.chunk;
+  transfer.begin_bytes = 0;
+  transfer.data = slot_address(action.slot_kind, action.slot);
+  transfer.bytes = bytes_of(action);
+  transfer.tag = reinterpret_cast<std::uintptr_t>(&work);
+  submitting_.push_back(&transfer);
+}
+
+void Executor::start_copy(Work& work) {
+  const Action& action = work.action;
+  const ChunkLayout& chunk = plan_.layout.chunks[action.chunk];
+  if (action.task == Task::copy_in) {
+    if (plan_.placement[action.chunk].parameters == Tier::nvme && action.job_kind == JobKind::fetch) {
+      copy_in_->call({[](void* context, std::uint64_t argument) {
+                        static_cast<Executor*>(context)->verify_fetched(*reinterpret_cast<Work*>(argument));
+                      },
+                      this, reinterpret_cast<std::uintptr_t>(&work)});
+    }
+    copy_in_->copy(window_ + action.device_offset + chunk.device_offset, parameter_address(action),
+                   chunk.parameter_bytes);
+  } else {
+    std::byte* destination =
+        action.slot != kNone ? slot_address(SlotKind::gradient, action.slot) : gradient_store(action.chunk);
+    copy_out_->copy(destination, window_ + action.device_offset + chunk.begin * gradient_bytes_,
+                    chunk.elements * gradient_bytes_);
+  }
+  offload::Stream& stream = action.task == Task::copy_in ? *copy_in_ : *copy_out_;
+  stream.call({[](void* context, std::uint64_t argument) {
+                 static_cast<Executor*>(context)->post(*reinterpret_cast<Work*>(argument));
+               },
+               this, reinterpret_cast<std::uintptr_t>(&work)});
+}
+
+std::string Executor::chunk_name(std::uint32_t chunk) const {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const UnitLayout& unit = plan_.layout.units[layout.unit];
+  return "chunk " + std::to_string(chunk - unit.first_chunk) + " of unit " + unit.name;
+}
+
+std::exception_ptr Executor::transfer_failure(const io::Transfer& transfer) const {
+  return std::make_exception_ptr(IoError(
+      std::string(transfer.direction == io::Direction::read ? "reading " : "writing ") + chunk_name(transfer.chunk) +
+      " (" + std::to_string(transfer.bytes) + " bytes, " + store_->describe(transfer) + ") failed: " +
+      std::strerror(transfer.error_number) + "; check the drive and its file system; the run cannot go on from here"));
+}
+
+// On the copy stream, between the arrival of a chunk's parameters and their copy to the device.
+void Executor::verify_fetched(const Work& work) {
+  const ChunkLayout& chunk = plan_.layout.chunks[work.action.chunk];
+  const std::uint64_t found =
+      offload::checksum(*pool_serial_, slot_address(work.action.slot_kind, work.action.slot), chunk.parameter_bytes);
+  if (found == parameter_checksums_[work.action.chunk]) return;
+  fail(std::make_exception_ptr(CorruptionError(
+      "the parameters of " + chunk_name(work.action.chunk) + " read from " + store_->describe(work.transfer) +
+      " are not what was written there; check the drive; the run cannot go on from here")));
+}
+
+void Executor::run_cpu_worker() {
+  for (;;) {
+    Work* work = nullptr;
+    {
+      std::unique_lock<std::mutex> lock(cpu_mutex_);
+      cpu_changed_.wait(lock, [&] { return cpu_stopping_ || !cpu_queue_.empty(); });
+      if (cpu_queue_.empty()) return;
+      work = cpu_queue_.front();
+      cpu_queue_.erase(cpu_queue_.begin());
+    }
+    try {
+      if (work->action.task == Task::update) {
+        do_update(*work);
+      } else {
+        do_accumulate(*work);
+      }
+    } catch (...) {
+      fail(std::current_exception());
+    }
+    post(*work);
+  }
+}
+
+void Executor::do_update(const Work& work) {
+  const Action& action = work.action;
+  const ChunkLayout& chunk = plan_.layout.chunks[action.chunk];
+  const ChunkPlacement& place = plan_.placement[action.chunk];
+  const offload::ChunkArrays a = arrays(action);
+  const bool parameters_read = place.parameters == Tier::nvme;
+  const bool optimizer_read = place.optimizer == Tier::nvme;
+  std::byte* const optimizer = a.exp_avg - chunk.master_bytes;
+  if ((parameters_read &&
+       offload::checksum(*pool_, a.parameter, chunk.parameter_bytes) != parameter_checksums_[action.chunk]) ||
+      (optimizer_read &&
+       offload::checksum(*pool_, optimizer, chunk.optimizer_bytes()) != optimizer_checksums_[action.chunk])) {
+    io::Transfer where;
+    where.chunk = action.chunk;
+    throw CorruptionError("the states of " + chunk_name(action.chunk) + " read from " + store_->describe(where) +
+                          " are not what was written there; check the drive; the run cannot go on from here");
+  }
+  const UnitUpdate& update = updates_[action.unit];
+  segments_.clear();
+  for (std::uint32_t s = chunk.first_segment; s < chunk.first_segment + chunk.segment_count; ++s) {
+    const Segment& segment = plan_.layout.segments[s];
+    if (!update.present[segment.parameter]) continue;
+    segments_.push_back({segment.begin, segment.count, update.scalars[segment.parameter]});
+  }
+  offload::update_chunk(*pool_, a, segments_);
+  if (parameters_read)
+    parameter_checksums_[action.chunk] = offload::checksum(*pool_, a.parameter, chunk.parameter_bytes);
+  if (optimizer_read)
+    optimizer_checksums_[action.chunk] = offload::checksum(*pool_, optimizer, chunk.optimizer_bytes());
+}
+
+void Executor::do_accumulate(const Work& work) {
+  const Action& action = work.action;
+  const ChunkLayout& chunk = plan_.layout.chunks[action.chunk];
+  std::byte* const store = gradient_store(action.chunk);
+  const std::byte* total = store;
+  if (plan_.placement[action.chunk].gradients == Tier::device) {
+    const std::byte* scratch = window_ + action.device_offset + chunk.begin * gradient_bytes_;
+    offload::accumulate_chunk(*pool_, gradient_type_, store, scratch, chunk.elements, action.first);
+  } else if (store == nullptr) {
+    total = slot_address(SlotKind::gradient, action.slot);
+  } else if (!action.first) {
+    offload::accumulate_chunk(*pool_, gradient_type_, store, slot_address(SlotKind::gradient, action.slot),
+                              chunk.elements, false);
+  }
+  if (!action.last) return;
+  double* sums = block_sums_.data() + chunk.first_block;
+  offload::sum_squares_chunk(*pool_, gradient_type_, total, chunk.elements, sums);
+  if (plan_.timing != Timing::eager) return;
+  const std::uint64_t blocks = chunk.elements / kernels::kSumBlock;
+  if (std::all_of(sums, sums + blocks, [](double sum) { return std::isfinite(sum); })) return;
+  throw UsageError(
+      "a gradient in " + chunk_name(action.chunk) +
+      " is not finite; with optimizer.timing eager other units have been updated already, so this step is half "
+      "applied and only a committed state can go on; to skip such steps use just_in_time or after_backward");
+}
+
+std::span<const double> Executor::block_sums(std::uint32_t chunk) const {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  return {block_sums_.data() + layout.first_block, layout.elements / kernels::kSumBlock};
+}
+
+// --- whole chunks ----------------------------------------------------------------------------------------------------
+
+void Executor::transfer_now(io::Direction direction, std::uint32_t chunk, std::byte* data, std::uint64_t bytes) {
+  Lock lock(mutex_);
+  check(lock);
+  Work& work = take_work();
+  work.synchronous = true;
+  work.done = false;
+  work.transfer.direction = direction;
+  work.transfer.priority = io::Priority::high;
+  work.transfer.chunk = chunk;
+  work.transfer.begin_bytes = 0;
+  work.transfer.data = data;
+  work.transfer.bytes = bytes;
+  work.transfer.tag = reinterpret_cast<std::uintptr_t>(&work);
+  io::Transfer* transfer = &work.transfer;
+  store_->submit({&transfer, 1});
+  wake_.notify();
+  // Until it has ended the caller's memory is in use, failure or not.
+  changed_.wait(lock, [&] { return work.done; });
+  free_works_.push_back(&work);
+  check(lock);
+}
+
+void Executor::load_chunk(std::uint32_t chunk, std::byte* extent) {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const ChunkPlacement& place = plan_.placement[chunk];
+  std::byte* optimizer = extent + layout.parameter_bytes;
+  if (place.extent_bytes > 0) {
+    transfer_now(io::Direction::read, chunk, place.parameters == Tier::nvme ? extent : optimizer, place.extent_bytes);
+  }
+  if (const std::byte* base = parameter_base(chunk)) std::memcpy(extent, base, layout.parameter_bytes);
+  if (const std::byte* base = optimizer_base(chunk)) std::memcpy(optimizer, base, layout.optimizer_bytes());
+  const bool parameters_good =
+      place.parameters != Tier::nvme ||
+      offload::checksum(*pool_serial_, extent, layout.parameter_bytes) == parameter_checksums_[chunk];
+  const bool optimizer_good =
+      place.optimizer != Tier::nvme ||
+      offload::checksum(*pool_serial_, optimizer, layout.optimizer_bytes()) == optimizer_checksums_[chunk];
+  if (parameters_good && optimizer_good) return;
+  throw CorruptionError("the states of " + chunk_name(chunk) + " are not what was written; check the drive");
+}
+
+void Executor::save_chunk(std::uint32_t chunk, const std::byte* extent) {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const ChunkPlacement& place = plan_.placement[chunk];
+  const std::byte* optimizer = extent + layout.parameter_bytes;
+  if (std::byte* base = parameter_base(chunk)) std::memcpy(base, extent, layout.parameter_bytes);
+  if (std::byte* base = optimizer_base(chunk)) std::memcpy(base, optimizer, layout.optimizer_bytes());
+  parameter_checksums_[chunk] = offload::checksum(*pool_serial_, extent, layout.parameter_bytes);
+  optimizer_checksums_[chunk] = offload::checksum(*pool_serial_, optimizer, layout.optimizer_bytes());
+  if (place.extent_bytes == 0) return;
+  transfer_now(io::Direction::write, chunk, const_cast<std::byte*>(place.parameters == Tier::nvme ? extent : optimizer),
+               place.extent_bytes);
+}
+
+std::string Executor::backend_name() const { return store_ ? std::string(store_->backend_name()) : "none"; }
+
+std::string Executor::backend_reason() const { return store_ ? store_->backend_reason() : "no states on NVMe"; }
+
+io::StorageCounters Executor::storage_counters() const { return store_ ? store_->counters() : io::StorageCounters{}; }
+
+}  // namespace ballast::engine
