@@ -86,7 +86,10 @@ class Executor {
       }
       if (still_seconds == kStandStillSeconds) stand_still();
     }
-    return !failure_ && !closing_;
+    if (!failure_ && !closing_) return true;
+    // What follows on this stream computes on anything; it must not do so while a copy still writes there.
+    changed_.wait(lock, [&] { return free_works_.size() == works_.size(); });
+    return false;
   }
   void check(const Lock&) const {
     if (failure_) std::rethrow_exception(failure_);
