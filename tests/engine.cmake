@@ -6,3 +6,5 @@ ballast_add_test(engine_failure_test LABEL integration SOURCES integration/engin
 target_include_directories(engine_failure_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
 ballast_add_test(engine_values_test LABEL integration TIMEOUT 300 SOURCES integration/engine_values_test.cc
   LIBRARIES ballast::engine)
+ballast_add_test(engine_deviation_test LABEL integration TIMEOUT 300 SOURCES integration/engine_deviation_test.cc
+  LIBRARIES ballast::engine)

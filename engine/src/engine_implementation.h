@@ -72,7 +72,10 @@ class EngineImplementation {
     bool gradient = false;
     bool committed = false;
     bool partial = false;
-    bool last = false;  // of the step
+    bool last = false;          // of the step
+    bool gated = false;         // its stream has still to let it through
+    bool gate_watched = false;  // another stream waits for that
+    bool ended = false;         // to be freed with that
     std::uint32_t generation = 0;
     std::uint32_t index = 0;
     std::uint32_t unit = 0;
@@ -117,6 +120,8 @@ class EngineImplementation {
   Lease& lease_of(std::uint64_t id);
   std::uint64_t new_lease(std::uint32_t unit, bool gradient, schedule::Index entry, offload::Stream* stream);
   void end_lease(Lease& lease);
+  void pass_gate(Lease& lease);
+  void wait_for_gate(Lock& lock, Lease& lease);
   static offload::Stream& stream_of(const Stream& stream);
 
   schedule::Index open(Lock& lock, std::uint32_t unit, bool gradient);

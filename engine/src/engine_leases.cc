@@ -50,8 +50,23 @@ EngineImplementation::Lease& EngineImplementation::lease_of(std::uint64_t id) {
 }
 
 void EngineImplementation::end_lease(Lease& lease) {
+  lease.ended = true;
+  if (lease.gated) return;  // its gate is still queued on its stream, and ends it
   lease.alive = false;
   free_leases_.push_back(lease.index);
+}
+
+void EngineImplementation::pass_gate(Lease& lease) {
+  lease.gated = false;
+  if (lease.gate_watched) executor_->wake();
+  if (lease.ended) end_lease(lease);
+}
+
+// A lease may end on another stream than it was opened on: not before that one has let it through.
+void EngineImplementation::wait_for_gate(Lock& lock, Lease& lease) {
+  if (!lease.gated) return;
+  lease.gate_watched = true;
+  executor_->wait_on_stream(lock, [&] { return !lease.gated; });
 }
 
 offload::Stream& EngineImplementation::stream_of(const Stream& stream) {
@@ -174,6 +189,7 @@ ParameterLease EngineImplementation::acquire(UnitId unit, Stream stream) {
   const std::uint64_t id = new_lease(unit.index, false, entry, &on);
   lease_of(id).opening = recorder_.open(unit.index, false);
   const bool ready = executor_->scheduler().ready(entry);
+  lease_of(id).gated = !ready;
   executor_->wake();
   lock.unlock();
   if (!ready) on.call({&EngineImplementation::on_gate, this, id});
@@ -203,6 +219,7 @@ GradientLease EngineImplementation::gradients(UnitId unit, Stream stream) {
   const schedule::Index entry = open(lock, unit.index, true);
   const std::uint64_t id = new_lease(unit.index, true, entry, &on);
   lease_of(id).opening = recorder_.open(unit.index, true);
+  lease_of(id).gated = true;
   executor_->wake();
   lock.unlock();
   on.call({&EngineImplementation::on_gate, this, id});
@@ -216,18 +233,20 @@ GradientLease EngineImplementation::gradients(UnitId unit, Stream stream) {
 void EngineImplementation::on_gate(void* self, std::uint64_t id) {
   auto& engine = *static_cast<EngineImplementation*>(self);
   Lock lock(engine.executor_->mutex());
-  const Lease& lease = engine.lease_of(id);
+  Lease& lease = engine.lease_of(id);
   const schedule::Scheduler& scheduler = engine.executor_->scheduler();
   const auto open = [&] {
     return scheduler.ready(lease.entry) && !(lease.gradient && scheduler.unit_update_due(lease.unit));
   };
-  if (!engine.executor_->wait_on_stream(lock, open)) return;
-  if (!lease.gradient) return;
-  std::byte* const scratch = engine.executor_->window() + engine.executor_->scheduler().device_offset(lease.entry);
-  const UnitLayout& unit = engine.plan_.layout.units[lease.unit];
-  const std::uint64_t bytes = element_bytes(engine.config_.precision.gradients);
-  lock.unlock();
-  for (const engine::Gap& gap : unit.gradient_gaps) std::memset(scratch + gap.begin * bytes, 0, gap.count * bytes);
+  if (engine.executor_->wait_on_stream(lock, open) && lease.gradient) {
+    std::byte* const scratch = engine.executor_->window() + scheduler.device_offset(lease.entry);
+    const UnitLayout& unit = engine.plan_.layout.units[lease.unit];
+    const std::uint64_t bytes = element_bytes(engine.config_.precision.gradients);
+    lock.unlock();
+    for (const engine::Gap& gap : unit.gradient_gaps) std::memset(scratch + gap.begin * bytes, 0, gap.count * bytes);
+    lock.lock();
+  }
+  engine.pass_gate(lease);
 }
 
 // --- what a lease shows ----------------------------------------------------------------------------------------------
@@ -284,6 +303,7 @@ void EngineImplementation::on_release(void* self, std::uint64_t id) {
   auto& engine = *static_cast<EngineImplementation*>(self);
   Lock lock(engine.executor_->mutex());
   Lease& lease = engine.lease_of(id);
+  engine.wait_for_gate(lock, lease);
   if (!engine.executor_->failed(lock)) engine.executor_->scheduler().release(lease.entry);
   engine.end_lease(lease);
   engine.executor_->wake();
@@ -335,6 +355,7 @@ void EngineImplementation::on_commit(void* self, std::uint64_t id) {
 void EngineImplementation::committed(std::uint64_t id) {
   Lock lock(executor_->mutex());
   Lease& lease = lease_of(id);
+  wait_for_gate(lock, lease);
   const UnitLayout& unit = plan_.layout.units[lease.unit];
   UnitState& state = units_[lease.unit];
   schedule::Scheduler& scheduler = executor_->scheduler();

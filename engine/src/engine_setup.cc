@@ -293,6 +293,8 @@ void EngineImplementation::visit_elements(ParameterId id, std::int64_t first_ele
   {
     Lock lock(executor_->mutex());
     executor_->check(lock);
+    // A commit that is still on its way to its stream's end may bring an update (eager).
+    executor_->wait(lock, [&] { return commits_pending_ == 0; });
     if (executor_->scheduler().unit_update_due(id.unit)) force_updates(lock, id.unit);
     drop_expected();
     executor_->wait(lock, [&] { return !executor_->scheduler().unit_busy(id.unit); });
@@ -356,7 +358,8 @@ void EngineImplementation::read_moments(ParameterId id, std::int64_t first_eleme
 std::uint64_t EngineImplementation::step_count(ParameterId id) const {
   require_committed();
   parameter_layout(id);
-  const Lock lock(executor_->mutex());
+  Lock lock(executor_->mutex());
+  executor_->wait(lock, [&] { return commits_pending_ == 0; });
   return units_[id.unit].step_counts[id.index];
 }
 

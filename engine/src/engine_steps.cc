@@ -400,7 +400,7 @@ void EngineImplementation::force_updates(Lock& lock, std::uint32_t unit) {
 void EngineImplementation::settle() {
   require_initialized();
   Lock lock(executor_->mutex());
-  executor_->check(lock);
+  executor_->wait(lock, [&] { return commits_pending_ == 0; });
   for (std::uint32_t u = 0; u < units_.size(); ++u) {
     if (executor_->scheduler().unit_update_due(u)) force_updates(lock, u);
   }
