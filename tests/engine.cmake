@@ -8,3 +8,6 @@ ballast_add_test(engine_values_test LABEL integration TIMEOUT 300 SOURCES integr
   LIBRARIES ballast::engine)
 ballast_add_test(engine_deviation_test LABEL integration TIMEOUT 300 SOURCES integration/engine_deviation_test.cc
   LIBRARIES ballast::engine)
+ballast_add_test(engine_matrix_test LABEL integration TIMEOUT 600 SOURCES integration/engine_matrix_test.cc
+  LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
+target_include_directories(engine_matrix_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)

@@ -1,0 +1,213 @@
+// Everything at once, by seed: dtypes mixed in units of several chunks, frozen parts, budgets from the smallest up,
+// every placement, timing and pass order, delayed copies and drives. Each run equals the plain one (in memory, after
+// backward) bit by bit. SPDX-License-Identifier: Apache-2.0
+#include <ballast/io/testing/faulty_storage.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <thread>
+
+#include "executor.h"
+#include "support/engine_support.h"
+
+namespace ballast {
+namespace {
+
+using testing::plain_config;
+using testing::SyntheticOptions;
+using testing::SyntheticTrainer;
+using testing::SyntheticUnit;
+using testing::TemporaryDirectory;
+using testing::Watchdog;
+
+constexpr int kSteps = 4;
+
+struct Case {
+  std::vector<SyntheticUnit> model;
+  SyntheticOptions options;
+  Config::Precision precision;
+  std::string type;
+  bool clip = false;
+};
+
+Case make_case(std::uint64_t seed) {
+  base::Random random(seed);
+  Case c;
+  const auto units = 2 + random.below(4);
+  for (std::uint64_t u = 0; u < units; ++u) {
+    SyntheticUnit unit{"unit/" + std::to_string(u), {}, true};
+    const auto parameters = 1 + random.below(5);
+    for (std::uint64_t p = 0; p < parameters; ++p) {
+      ParameterSpec spec;
+      spec.name = std::to_string(p);
+      const std::uint64_t kind = random.below(8);
+      if (kind == 0) spec.shape = {0, 3};
+      if (kind > 1) spec.shape = {static_cast<std::int64_t>(1 + random.below(kind > 6 ? 60000 : 3000)), 3};
+      spec.options.group = static_cast<int>(random.below(3));
+      if (random.below(3) == 0) spec.options.dtype = static_cast<DataType>(random.below(3));
+      spec.options.trainable = random.below(6) > 0;
+      unit.parameters.push_back(spec);
+    }
+    unit.trainable = false;
+    for (const ParameterSpec& spec : unit.parameters) unit.trainable |= spec.options.trainable;
+    c.model.push_back(unit);
+  }
+  c.options.micro_batches = 1 + static_cast<int>(random.below(3));
+  c.options.tied = c.model[0].trainable && random.below(2) == 0;
+  c.precision.parameters = static_cast<DataType>(random.below(3));
+  c.precision.gradients = random.below(3) == 0 ? DataType::bf16 : DataType::fp32;
+  c.precision.moments = random.below(3) == 0 ? MomentType::bf16 : MomentType::fp32;
+  c.type = random.below(2) == 0 ? "adamw" : "adam";
+  c.clip = random.below(3) == 0;
+  if (random.below(2) == 0) {
+    c.options.evaluate_before = [](int step) { return step % 2 == 1; };
+  }
+  if (random.below(2) == 0) {
+    c.options.absent = [seed](int step, int micro, ParameterId id) {
+      return base::mix(seed ^ static_cast<std::uint64_t>(step * 64 + micro * 16) ^ (id.unit * 5 + id.index)) % 5 == 0;
+    };
+    // absent() refuses frozen parameters: those of this model are left alone.
+    const auto model = c.model;
+    c.options.absent = [absent = c.options.absent, model](int step, int micro, ParameterId id) {
+      return model[id.unit].parameters[id.index].options.trainable && absent(step, micro, id);
+    };
+  }
+  return c;
+}
+
+struct Outcome {
+  std::vector<double> losses;
+  std::vector<float> values;
+  std::vector<double> norms;
+};
+
+Outcome run(const Case& c, Config config, const EngineEnvironment& environment) {
+  config.precision = c.precision;
+  config.optimizer.type = c.type;
+  config.optimizer.learning_rate = 0.01;
+  if (c.clip && config.optimizer.timing != Timing::eager) config.optimizer.clip_global_norm = 0.05;
+  Engine engine(config, environment);
+  SyntheticTrainer trainer(engine, c.model, c.options);
+  engine.commit();
+  trainer.initialize();
+  Outcome outcome;
+  for (int s = 0; s < kSteps; ++s) {
+    outcome.losses.push_back(trainer.step());
+    outcome.norms.push_back(trainer.last_norm().value);
+  }
+  outcome.values = trainer.values();
+  return outcome;
+}
+
+std::uint64_t smallest_in(const std::string& text, const std::string& key) {
+  const auto at = text.find("smallest " + key + ": ");
+  return at == std::string::npos ? 0 : std::stoull(text.substr(at + key.size() + 11)) * 1024;
+}
+
+// The budgets of a configuration made as small as they go.
+Config smallest(const Case& c, Config config) {
+  for (std::string key : {"budget.host", "budget.device"}) {
+    auto& bytes = key == "budget.host" ? config.budget.host_bytes : config.budget.device_bytes;
+    const std::uint64_t ample = bytes;
+    bytes = 1;
+    try {
+      run(c, config, {});
+    } catch (const PlanError& error) {
+      bytes = smallest_in(error.what(), key);
+      if (bytes == 0) throw;
+    }
+    if (bytes == 1) bytes = ample;
+  }
+  return config;
+}
+
+class MatrixTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(MatrixTest, EveryRunEqualsThePlainOne) {
+  const auto seed = static_cast<std::uint64_t>(GetParam());
+  SCOPED_TRACE("repeat with --gtest_filter=*EveryRunEqualsThePlainOne/" + std::to_string(seed - 1));
+  const Watchdog watchdog(200);
+  Case c = make_case(seed);
+  const TemporaryDirectory directory;
+  const Outcome expected = run(c, plain_config(directory.path(), Tier::device, Timing::after_backward), {});
+  base::Random random(seed * 77);
+  for (Timing timing : {Timing::after_backward, Timing::just_in_time, Timing::eager}) {
+    if (c.clip && timing == Timing::eager) continue;
+    for (int round = 0; round < 3; ++round) {
+      Config config = plain_config(directory.path(), Tier::nvme, timing);
+      const char* tiers[] = {"nvme", "random", "auto"};
+      SCOPED_TRACE(std::string(to_string(timing)) + " " + tiers[round]);
+      if (round == 1) {
+        config.placement.parameters = static_cast<Tier>(random.below(3));
+        config.placement.optimizer = static_cast<Tier>(random.below(3));
+        config.placement.gradients = static_cast<Tier>(random.below(2));
+      }
+      config = smallest(c, config);
+      const Config least = config;
+      const std::uint64_t more[] = {0, random.below(config.budget.host_bytes), random.below(4) << 20};
+      config.budget.host_bytes += more[random.below(3)];
+      config.budget.device_bytes += random.below(2) * random.below(config.budget.device_bytes);
+      config.placement.automatic = round == 2;
+      config.nvme.backend = random.below(2) == 0 ? "threads" : "io_uring";
+      config.nvme.block_bytes = std::uint64_t{1} << (14 + random.below(7));
+      config.nvme.queue_depth = static_cast<std::uint32_t>(1 + random.below(32));
+      config.threads = static_cast<int>(1 + random.below(3));
+      EngineEnvironment environment;
+      auto hooks = std::make_shared<engine::TestHooks>();
+      if (random.below(2) == 0) {
+        hooks->before_copy = [seed](std::string_view stream, std::size_t bytes) {
+          std::this_thread::sleep_for(std::chrono::microseconds(base::mix(seed ^ bytes ^ stream.size()) % 200));
+        };
+      }
+      if (random.below(2) == 0) {
+        hooks->storage_factory = [seed](io::Backend backend, const io::StorageOptions& options, const std::string&) {
+          io::OpenedStorage opened = io::open_storage(backend, options);
+          opened.storage = std::make_unique<io::testing::FaultyStorage>(
+              std::move(opened.storage), io::testing::Faults{.seed = seed, .delay_polls_max = 4}, options.wake);
+          return opened;
+        };
+      }
+      environment.test_hooks = hooks;
+      const Outcome outcome = run(c, config, environment);
+      EXPECT_EQ(outcome.losses, expected.losses);
+      EXPECT_EQ(outcome.norms, expected.norms);
+      ASSERT_EQ(outcome.values.size(), expected.values.size());
+      EXPECT_EQ(std::memcmp(outcome.values.data(), expected.values.data(), 4 * expected.values.size()), 0);
+      if (round < 2) {
+        // The smallest budgets are exact.
+        config.budget = least.budget;
+        config.budget.host_bytes -= std::min<std::uint64_t>(config.budget.host_bytes - 1, 4096);
+        if (config.budget.host_bytes > 4096 && least.budget.host_bytes < std::uint64_t{64} << 20) {
+          EXPECT_THROW(run(c, config, {}), PlanError);
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, MatrixTest, ::testing::Range(1, 17));
+
+// Units of more than a chunk of the largest size, through few slots.
+TEST(LargeUnitTest, UnitsOfSeveralLargeChunksEqualThePlainRun) {
+  const Watchdog watchdog(200);
+  Case c;
+  for (int u = 0; u < 2; ++u) c.model.push_back({"u" + std::to_string(u), {{"w", {1100003}}, {"b", {777}}}, true});
+  c.type = "adamw";
+  c.options.micro_batches = 2;
+  const TemporaryDirectory directory;
+  const Outcome expected = run(c, plain_config(directory.path(), Tier::device, Timing::after_backward), {});
+  for (Timing timing : {Timing::just_in_time, Timing::eager}) {
+    Config config = plain_config(directory.path(), Tier::nvme, timing);
+    const Config least = smallest(c, config);
+    for (std::uint64_t more : {std::uint64_t{0}, std::uint64_t{1} << 20, std::uint64_t{20} << 20}) {
+      config.budget = least.budget;
+      config.budget.host_bytes += more;
+      const Outcome outcome = run(c, config, {});
+      EXPECT_EQ(outcome.losses, expected.losses) << more;
+      EXPECT_EQ(outcome.values, expected.values) << more;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ballast
