@@ -11,3 +11,9 @@ ballast_add_test(engine_deviation_test LABEL integration TIMEOUT 300 SOURCES int
 ballast_add_test(engine_matrix_test LABEL integration TIMEOUT 600 SOURCES integration/engine_matrix_test.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(engine_matrix_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
+
+# These look behind the public headers.
+ballast_add_test(engine_parts_test LABEL unit TIMEOUT 120
+  SOURCES unit/layout_test.cc unit/plan_test.cc unit/trace_test.cc unit/loss_scaler_test.cc
+  LIBRARIES ballast::engine ballast::kernels ballast::schedule)
+target_include_directories(engine_parts_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
