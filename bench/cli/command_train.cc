@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <thread>
 
 #include "command.h"
 #include "display.h"
@@ -136,6 +137,24 @@ std::string progress_line(std::uint64_t done, std::int64_t steps, const StepReco
   return text;
 }
 
+// The report once transfers that run ahead of the next step have come to rest: between two such reports lie whole
+// steps' bytes, however few the steps. Waits some 20 ms, two seconds at most, and only where NVMe is used.
+Report report_at_rest(const Engine& engine) {
+  const auto moved = [](const Report& report) {
+    return report.lanes[static_cast<std::size_t>(Lane::nvme_read)].bytes +
+           report.lanes[static_cast<std::size_t>(Lane::nvme_write)].bytes;
+  };
+  Report report = engine.report();
+  if (report.nvme_stored_bytes == 0) return report;
+  for (int quiet = 0, looks = 0; quiet < 4 && looks < 400; ++looks) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    Report next = engine.report();
+    quiet = moved(next) == moved(report) ? quiet + 1 : 0;
+    report = std::move(next);
+  }
+  return report;
+}
+
 // Runs the steps; the signal that ended them early, or 0.
 int run_steps(const Options& options, Engine& engine, gpt::GptTrainer& trainer, LineLog& log, Progress& progress,
               RunRecord* record) {
@@ -147,7 +166,7 @@ int run_steps(const Options& options, Engine& engine, gpt::GptTrainer& trainer, 
   record->steps.reserve(steps);
   for (std::size_t i = 0; i < steps; ++i) {
     if (InterruptGuard::signal_seen() != 0) return InterruptGuard::signal_seen();
-    if (i == warm_up_steps(steps)) record->steady_begin = engine.report();
+    if (i == warm_up_steps(steps)) record->steady_begin = report_at_rest(engine);
     const Clock::time_point step_begin = Clock::now();
     const gpt::StepResult result = trainer.step(i, options.learning_rate);
     const StepRecord step{result.loss, result.grad_norm, since(step_begin)};
@@ -155,7 +174,7 @@ int run_steps(const Options& options, Engine& engine, gpt::GptTrainer& trainer, 
     log.append(log_line(i, step, result.updated));
     progress.update(progress_line(i + 1, options.steps, step, since(begin), record->tokens_per_step), i + 1 == steps);
   }
-  record->end = engine.report();
+  record->end = report_at_rest(engine);
   engine.settle();  // the last step's pending updates may still fail
   return 0;
 }
