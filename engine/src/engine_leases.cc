@@ -136,12 +136,14 @@ schedule::Index EngineImplementation::open(Lock& lock, std::uint32_t unit, bool 
     const bool expected =
         !expected_.empty() && expected_.front().pass == pass_.serial && expected_.front().index == index;
     const schedule::Index entry = expected ? expected_.front().entry : kNone;
+    if (!expected && !expected_.empty()) drop_expected();
     const std::uint64_t bytes = scheduler.opening_bytes(unit, gradient);
     // What the caller still holds where this should go, against the trace, must not be waited for.
     const schedule::Index held = scheduler.overlapping(offset, bytes, entry, true);
     std::uint64_t copy = 0;
-    const bool shared = held != kNone && !gradient && scheduler.entry_unit(held) == unit &&
-                        scheduler.copy_offset(unit, &copy) && copy == offset;
+    const bool shared =
+        held != kNone && !gradient && scheduler.entry_unit(held) == unit &&
+        (expected ? scheduler.range_assured(entry) : scheduler.copy_offset(unit, &copy) && copy == offset);
     if (held != kNone && !shared) {
       drop_expected();
       on_demand = true;
@@ -152,7 +154,6 @@ schedule::Index EngineImplementation::open(Lock& lock, std::uint32_t unit, bool 
       top_up();
       return entry;
     } else {
-      if (!expected_.empty()) drop_expected();
       ahead_pass_ = pass_.serial;
       ahead_index_ = position_;
     }

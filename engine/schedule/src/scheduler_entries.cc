@@ -171,7 +171,7 @@ Index Scheduler::overlapping(std::uint64_t offset, std::uint64_t bytes, Index ex
 
 bool Scheduler::copy_offset(Index unit, std::uint64_t* offset) const {
   const auto copy = std::find_if(copies_.begin(), copies_.end(), [&](const Copy& c) { return c.unit == unit; });
-  if (copy == copies_.end()) return false;
+  if (copy == copies_.end() || unit_update_unclaimed(unit)) return false;
   *offset = copy->offset;
   return true;
 }

@@ -173,8 +173,11 @@ class Scheduler {
     return entry_alive(entry) && !entries_[entry].leased && !entries_[entry].cancelled;
   }
   std::uint64_t updates_done(Index chunk) const { return chunk_states_[chunk].updates; }
-  // Where the unit's current parameters still lie on the device unchanged. Returns false where they do not.
+  // Where the unit's current parameters still lie on the device unchanged, so that an entry appended there now shares
+  // them. Returns false where they do not, or where an update of them is due that no job will do yet.
   bool copy_offset(Index unit, std::uint64_t* offset) const;
+  // The entry waits for no earlier entry to leave its range: it has it, or shares the bytes of one that has or will.
+  bool range_assured(Index entry) const { return entries_[entry].range_free || entries_[entry].source != kNone; }
 
   // Verifies every invariant; returns an empty text or what is broken. For tests: linear in the state.
   std::string check() const;
