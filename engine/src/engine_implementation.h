@@ -98,6 +98,26 @@ class EngineImplementation {
     std::uint64_t pass;  // serial
     std::size_t index;
   };
+  // A queue that allocates no more once it has grown (a deque takes and gives blocks for ever).
+  class ExpectedQueue {
+   public:
+    bool empty() const { return head_ == items_.size(); }
+    const Expected& front() const { return items_[head_]; }
+    void push_back(const Expected& expected) { items_.push_back(expected); }
+    void pop_front() {
+      if (2 * ++head_ < items_.size()) return;
+      items_.erase(items_.begin(), items_.begin() + static_cast<std::ptrdiff_t>(head_));
+      head_ = 0;
+    }
+    void clear() {
+      items_.clear();
+      head_ = 0;
+    }
+
+   private:
+    std::vector<Expected> items_;
+    std::size_t head_ = 0;
+  };
   struct RunningStep {
     bool active = false;
     bool decided = false;
@@ -174,7 +194,7 @@ class EngineImplementation {
   engine::Trace* next_trace_ = nullptr;  // expected for the pass after it
   bool following_ = false;               // the running pass keeps to trace_
   std::size_t position_ = 0;             // next opening of trace_
-  std::deque<Expected> expected_;
+  ExpectedQueue expected_;
   std::uint64_t ahead_pass_ = 0;  // where to append next: pass serial and opening
   std::size_t ahead_index_ = 0;
   std::uint64_t cancellations_seen_ = 0;
