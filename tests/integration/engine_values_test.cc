@@ -179,6 +179,50 @@ TEST(ValuesTest, AUnitUsedTwiceIsUpdatedOnceWithTheSum) {
   }
 }
 
+TEST(ValuesTest, OnePassOverAllMicroBatchesOfAUnitInTurnGivesTheSameMean) {
+  for (Timing timing : kTimings) {
+    for (Tier tier : {Tier::device, Tier::host, Tier::nvme}) {
+      World world(tier, timing);
+      world.config.optimizer.epsilon = 1;
+      world.config.optimizer.learning_rate = 0.1;
+      world.start(1, 3, 3);
+      for (int s = 0; s < 2; ++s) {
+        auto step = world.engine->begin_step({.micro_batches = 3});
+        {
+          auto pass = step.begin_pass({.micro_batches = 3});
+          for (float gradient : {1.0f, 2.0f, 4.0f}) {
+            contribute(
+                *world.engine, world.unit, world.parameters, [=](std::uint32_t) { return gradient; }, gradient < 4);
+          }
+        }
+        EXPECT_NEAR(step.finish_backward().value, 7.0 / 3 * std::sqrt(3.0), 1e-5);
+        step.update();
+        if (s == 0) {
+          EXPECT_NEAR(world.value(), 0.93, kFourUlps);
+        }
+      }
+      EXPECT_EQ(world.engine->step_count({0, 0}), 2u);
+    }
+  }
+}
+
+TEST(ValuesTest, PartialGradientsWithoutTheirCommitAreNamedAndTheStepIsDiscarded) {
+  World world;
+  world.start(1);
+  {
+    auto step = world.engine->begin_step();
+    {
+      auto pass = step.begin_pass();
+      contribute(
+          *world.engine, world.unit, world.parameters, [](std::uint32_t) { return 1.0f; }, true);
+    }
+    EXPECT_THROW(step.finish_backward(), UsageError);
+  }
+  EXPECT_EQ(world.value(), 1.0f);
+  world.step({0.1f});
+  EXPECT_NEAR(world.value(), 0.99, kFourUlps);
+}
+
 TEST(ValuesTest, TheMasterOfABf16ParameterMovesWhereItsRoundingWouldNot) {
   World world;
   world.config.precision.parameters = DataType::bf16;

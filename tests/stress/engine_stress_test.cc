@@ -1,5 +1,6 @@
 // Engines by the hundred, ended at any moment, with little memory, little disk and slow drives; and long runs that do
 // not grow. SPDX-License-Identifier: Apache-2.0
+#include <ballast/io/testing/faulty_storage.h>
 #include <ballast/io/testing/throttled_storage.h>
 #include <dirent.h>
 #include <gtest/gtest.h>
@@ -104,6 +105,71 @@ TEST(EndTest, TwoHundredEnginesEndAtRandomMomentsOverASlowDrive) {
   }
   EXPECT_EQ(guard, std::vector<std::uint8_t>(guard.size(), 0xA5));
   EXPECT_EQ(open_descriptors(), before);
+}
+
+TEST(FailureTest, ADriveThatFailsAtARandomMomentIsReportedByWhateverIsCalledAndNothingStandsStill) {
+  const Watchdog watchdog(250);
+  const TemporaryDirectory directory;
+  int failures = 0;
+  for (std::uint64_t seed = 1; seed <= 60; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    base::Random random(seed);
+    auto hooks = std::make_shared<engine::TestHooks>();
+    hooks->storage_factory = [seed](io::Backend backend, const io::StorageOptions& options, const std::string&) {
+      io::OpenedStorage opened = io::open_storage(backend, options);
+      io::testing::Faults faults{.seed = seed, .delay_polls_max = 3};
+      (seed % 3 == 0 ? faults.flips_per_mille : seed % 3 == 1 ? faults.errors_per_mille : faults.shorts_per_mille) = 15;
+      opened.storage = std::make_unique<io::testing::FaultyStorage>(std::move(opened.storage), faults, options.wake);
+      return opened;
+    };
+    EngineEnvironment environment;
+    environment.test_hooks = hooks;
+    Config config = little(directory.path(), static_cast<Timing>(1 + seed % 3));
+    config.nvme.backend = seed % 2 == 0 ? "threads" : "auto";
+    Engine engine(config, environment);
+    SyntheticTrainer trainer(engine, small_model(3));
+    engine.commit();
+    bool failed = false;
+    const auto attempt = [&](const auto& call) {
+      try {
+        call();
+        return;
+      } catch (const CorruptionError&) {
+        failed = true;
+      } catch (const IoError&) {
+        failed = true;
+      } catch (const UsageError& error) {
+        ADD_FAILURE() << error.what();
+      }
+    };
+    attempt([&] { trainer.initialize(); });
+    for (int k = 0; k < 60 && !failed; ++k) {
+      switch (random.below(5)) {
+        case 0:
+          attempt([&] { engine.settle(); });
+          break;
+        case 1:
+          attempt([&] { testing::read_one(engine, {static_cast<std::uint32_t>(random.below(3)), 0}); });
+          break;
+        case 2:
+          attempt([&] {
+            auto pass = engine.begin_pass({.kind = Pass::evaluate});
+            auto lease = engine.acquire(trainer.ids()[random.below(3)], engine.stream());
+            lease.wait();
+          });
+          break;
+        default:
+          attempt([&] { trainer.step(); });
+      }
+    }
+    if (!failed) continue;
+    ++failures;
+    EXPECT_THROW(engine.settle(), Error);
+    EXPECT_THROW(engine.begin_step(), Error);
+    EXPECT_THROW(engine.begin_pass({.kind = Pass::evaluate}), Error);
+    EXPECT_THROW(testing::read_one(engine, {0, 0}), Error);
+  }
+  EXPECT_GT(failures, 20);
 }
 
 TEST(ManyTest, AHundredEnginesLiveAtOnceAndLeaveNothing) {

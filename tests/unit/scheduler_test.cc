@@ -128,6 +128,17 @@ TEST(Scheduler, SaysWhereACurrentCopyLiesAndThatOneIsOutdated) {
   EXPECT_FALSE(w.scheduler->copy_offset(0, &offset));
 }
 
+TEST(Scheduler, SaysWhetherAUseIsAssuredOfItsRangeOrWaitsForAnotherToLeaveIt) {
+  World w(2, 1);
+  const Index held = w.parameters(0, 0, Form::fetch, true);
+  w.run();
+  EXPECT_TRUE(w.scheduler->range_assured(held));
+  EXPECT_TRUE(w.scheduler->range_assured(w.parameters(0, 0, Form::fetch, false))) << "shares what is held";
+  EXPECT_FALSE(w.scheduler->range_assured(w.parameters(1, 0, Form::fetch, false)));
+  // Of the same unit, but what is held has been written over by then.
+  EXPECT_FALSE(w.scheduler->range_assured(w.parameters(0, 0, Form::fetch, false)));
+}
+
 TEST(Scheduler, GivesSlotsOutInProgramOrder) {
   World w(3, 1, small(1, 1, 1));
   w.parameters(0, 0, Form::fetch, false);
