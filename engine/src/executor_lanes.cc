@@ -286,7 +286,13 @@ void Executor::load_chunk(std::uint32_t chunk, std::byte* extent) {
       place.optimizer != Tier::nvme ||
       offload::checksum(*pool_serial_, optimizer, layout.optimizer_bytes()) == optimizer_checksums_[chunk];
   if (parameters_good && optimizer_good) return;
-  throw CorruptionError("the states of " + chunk_name(chunk) + " are not what was written; check the drive");
+  io::Transfer where;
+  where.chunk = chunk;
+  fail(std::make_exception_ptr(
+      CorruptionError("the states of " + chunk_name(chunk) + " read from " + store_->describe(where) +
+                      " are not what was written there; check the drive; the run cannot go on from here")));
+  const Lock lock(mutex_);
+  check(lock);
 }
 
 void Executor::save_chunk(std::uint32_t chunk, const std::byte* extent) {

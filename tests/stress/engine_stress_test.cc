@@ -134,8 +134,9 @@ TEST(FailureTest, ADriveThatFailsAtARandomMomentIsReportedByWhateverIsCalledAndN
       try {
         call();
         return;
-      } catch (const CorruptionError&) {
+      } catch (const CorruptionError& error) {
         failed = true;
+        EXPECT_NE(std::string(error.what()).find("ballast-rank0.chunks"), std::string::npos) << error.what();
       } catch (const IoError&) {
         failed = true;
       } catch (const UsageError& error) {
