@@ -18,6 +18,7 @@ ballast_add_test(engine_parts_test LABEL unit TIMEOUT 120
   LIBRARIES ballast::engine ballast::kernels ballast::schedule)
 target_include_directories(engine_parts_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
 
-ballast_add_test(engine_stress_test LABEL stress TIMEOUT 600 SOURCES stress/engine_stress_test.cc stress/allocation_counter.cc
+ballast_add_test(engine_stress_test LABEL stress TIMEOUT 600 SOURCES stress/engine_stress_test.cc
+  stress/allocation_counter.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(engine_stress_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
