@@ -225,9 +225,10 @@ TEST_P(StorageContract, PollWithNothingOutstandingReturnsAtOnce) {
 TEST_P(StorageContract, ReadingBeyondTheEndFailsAndOtherOperationsSucceed) {
   auto storage = make({.block_bytes = 4096, .queue_depth = 4});
   const std::uint32_t index = storage->add_file(file(65536));
-  test::AlignedMemory memory(131072);
-  std::vector<Operation> operations = {operation(Direction::read, index, 0, memory.data(), 131072),
-                                       operation(Direction::read, index, 0, memory.data(), 65536)};
+  // Memory of its own for each: both are under way at once.
+  test::AlignedMemory beyond(131072), within(65536);
+  std::vector<Operation> operations = {operation(Direction::read, index, 0, beyond.data(), 131072),
+                                       operation(Direction::read, index, 0, within.data(), 65536)};
   submit(*storage, operations);
   EXPECT_EQ(drain(*storage).size(), 2u);
   EXPECT_EQ(operations[0].state, OperationState::done);
