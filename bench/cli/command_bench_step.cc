@@ -15,7 +15,6 @@
 #include <cstring>
 #include <memory>
 #include <optional>
-#include <thread>
 
 #include "command.h"
 #include "display.h"
@@ -164,22 +163,6 @@ std::uint64_t nvme_bytes(const Report& report) {
          report.lanes[static_cast<std::size_t>(Lane::nvme_write)].bytes;
 }
 
-// Until the engine neither reads ahead nor writes back any more.
-void wait_until_quiet(const Engine& engine) {
-  for (Report last = engine.report();;) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    const Report now = engine.report();
-    bool quiet = true;
-    for (const Lane lane : {Lane::nvme_read, Lane::nvme_write}) {
-      const LaneReport& a = last.lanes[static_cast<std::size_t>(lane)];
-      const LaneReport& b = now.lanes[static_cast<std::size_t>(lane)];
-      quiet = quiet && a.bytes == b.bytes && a.busy_ns == b.busy_ns;
-    }
-    if (quiet) return;
-    last = now;
-  }
-}
-
 double median(std::vector<double> values) {
   if (values.empty()) return std::nan("");
   std::sort(values.begin(), values.end());
@@ -229,9 +212,9 @@ int run(const Options& options) {
   for (std::size_t i = 0; i < steps;) {
     // The first steps warm up, alone; then as many in a row as a pair takes.
     const bool warm = i >= warm_up_steps(steps);
-    if (i == warm_up_steps(steps)) record.steady_begin = engine.report();
     const std::size_t count = warm ? std::min(kStepsPerPair, steps - i) : 1;
-    wait_until_quiet(engine);
+    const Report quiet = report_at_rest(engine);
+    if (i == warm_up_steps(steps)) record.steady_begin = quiet;
     const double rate = raw && warm ? raw->run(StorageBench::Pattern::mixed).bytes_per_second() : 0;
     const std::uint64_t before = nvme_bytes(engine.report());
     double seconds = 0;
@@ -247,7 +230,8 @@ int run(const Options& options) {
     raw_rates.push_back(rate);
     ratios.push_back(static_cast<double>(nvme_bytes(engine.report()) - before) / rate / seconds);
   }
-  record.end = engine.report();
+  record.timed_end = engine.report();
+  record.end = report_at_rest(engine);
   engine.settle();
   if (raw) {
     const double rate = median(raw_rates);

@@ -10,7 +10,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <thread>
 
 #include "command.h"
 #include "display.h"
@@ -137,24 +136,6 @@ std::string progress_line(std::uint64_t done, std::int64_t steps, const StepReco
   return text;
 }
 
-// The report once transfers that run ahead of the next step have come to rest: between two such reports lie whole
-// steps' bytes, however few the steps. Waits some 20 ms, two seconds at most, and only where NVMe is used.
-Report report_at_rest(const Engine& engine) {
-  const auto moved = [](const Report& report) {
-    return report.lanes[static_cast<std::size_t>(Lane::nvme_read)].bytes +
-           report.lanes[static_cast<std::size_t>(Lane::nvme_write)].bytes;
-  };
-  Report report = engine.report();
-  if (report.nvme_stored_bytes == 0) return report;
-  for (int quiet = 0, looks = 0; quiet < 4 && looks < 400; ++looks) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    Report next = engine.report();
-    quiet = moved(next) == moved(report) ? quiet + 1 : 0;
-    report = std::move(next);
-  }
-  return report;
-}
-
 // Runs the steps; the signal that ended them early, or 0.
 int run_steps(const Options& options, Engine& engine, gpt::GptTrainer& trainer, LineLog& log, Progress& progress,
               RunRecord* record) {
@@ -174,6 +155,7 @@ int run_steps(const Options& options, Engine& engine, gpt::GptTrainer& trainer, 
     log.append(log_line(i, step, result.updated));
     progress.update(progress_line(i + 1, options.steps, step, since(begin), record->tokens_per_step), i + 1 == steps);
   }
+  record->timed_end = engine.report();
   record->end = report_at_rest(engine);
   engine.settle();  // the last step's pending updates may still fail
   return 0;

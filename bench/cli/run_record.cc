@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <fstream>
 #include <limits>
+#include <thread>
 
 #include "storage_bench.h"
 
@@ -61,13 +63,18 @@ double RunRecord::bytes_per_step(Lane lane) const {
 }
 
 double RunRecord::bound_seconds(Lane lane) const {
-  return static_cast<double>(lane_of(end, lane).busy_ns - lane_of(steady_begin, lane).busy_ns) * 1e-9 /
-         static_cast<double>(steady_steps());
+  return static_cast<double>(lane_of(timed_end.value_or(end), lane).busy_ns - lane_of(steady_begin, lane).busy_ns) *
+         1e-9 / static_cast<double>(steady_steps());
 }
 
 double RunRecord::nvme_bound_seconds() const {
-  const double read = bytes_per_step(Lane::nvme_read);
-  const double written = bytes_per_step(Lane::nvme_write);
+  const Report& last = timed_end ? *timed_end : end;
+  const auto per_step = [&](Lane lane) {
+    return static_cast<double>(lane_of(last, lane).bytes - lane_of(steady_begin, lane).bytes) /
+           static_cast<double>(steady_steps());
+  };
+  const double read = per_step(Lane::nvme_read);
+  const double written = per_step(Lane::nvme_write);
   if (read + written == 0) return 0;
   if (!rates) return std::numeric_limits<double>::quiet_NaN();
   const double in_turn = read / rates->read_bytes_per_second + written / rates->write_bytes_per_second;
@@ -90,6 +97,28 @@ double RunRecord::efficiency() const {
   if (std::isnan(largest)) return largest;
   for (const auto& [lane, name] : kOtherLanes) largest = std::max(largest, bound_seconds(lane));
   return largest / steady_step_seconds();
+}
+
+Report report_at_rest(const Engine& engine) {
+  constexpr int kQuietLooks = 4, kLooks = 6000;
+  constexpr std::chrono::milliseconds kBetweenLooks{5};
+  Report report = engine.report();
+  if (report.nvme_stored_bytes == 0) return report;
+  // A drive may take longer over one transfer than lies between two looks: what counts is that none is under way.
+  const auto tasks = [](const Report& of) {
+    std::uint64_t started = 0;
+    for (const LaneReport& lane : of.lanes) started += lane.tasks;
+    return started;
+  };
+  for (int quiet = 0, looks = 0; quiet < kQuietLooks && looks < kLooks; ++looks) {
+    std::this_thread::sleep_for(kBetweenLooks);
+    Report next = engine.report();
+    const bool idle =
+        std::all_of(next.lanes.begin(), next.lanes.end(), [](const LaneReport& lane) { return lane.running == 0; });
+    quiet = idle && tasks(next) == tasks(report) ? quiet + 1 : 0;
+    report = std::move(next);
+  }
+  return report;
 }
 
 std::uint64_t peak_resident_bytes() {

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <ballast/engine/report.h>
+#include <ballast/engine/engine.h>
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
@@ -38,20 +38,27 @@ struct RunRecord {
   std::uint64_t tokens_per_step = 0;
   std::vector<StepRecord> steps;
   Report steady_begin;                // after the warm-up
-  Report end;                         // after the last step
+  Report end;                         // after the last step, at rest as steady_begin: whole steps' bytes lie between
+  std::optional<Report> timed_end;    // right after the last step: what the measured time has seen; nothing: as end
   std::optional<StorageRates> rates;  // where NVMe is used
 
   std::size_t steady_steps() const { return steps.size() - warm_up_steps(steps.size()); }
   double steady_step_seconds() const;  // mean
   double tokens_per_second() const;
   double bytes_per_step(Lane lane) const;
-  // Seconds a step would take if only this lane were slow. NVMe: bytes over measured rate, reads and writes in turn, or
-  // both at once where the device proved faster so; other lanes: the time they had work.
+  // Seconds a step would take if only this lane were slow, of the work within the measured time. NVMe: bytes over
+  // measured rate, reads and writes in turn, or both at once where the device proved faster so; other lanes: the time
+  // they had work.
   double bound_seconds(Lane lane) const;
   double nvme_bound_seconds() const;
   std::string bounding_lane() const;
   double efficiency() const;  // NaN where it cannot be told
 };
+
+// The report once what runs ahead of the next step (reads, write-backs, updates) has come to rest. Between two such
+// reports lie whole steps' bytes, however few the steps. Waits some 20 ms beyond that, 30 seconds at most; not at all
+// where nothing is on NVMe.
+Report report_at_rest(const Engine& engine);
 
 // The largest resident set of this process so far.
 std::uint64_t peak_resident_bytes();

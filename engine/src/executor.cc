@@ -336,6 +336,14 @@ void Executor::end_span(Lane lane) {
   if (--state.running == 0) state.report.busy_ns += now_ns() - state.since_ns;
 }
 
+LaneReport Executor::lane_report(Lane lane, const Lock&) const {
+  const LaneState& state = lanes_[static_cast<std::size_t>(lane)];
+  LaneReport report = state.report;
+  report.running = state.running;
+  if (state.running > 0) report.busy_ns += now_ns() - state.since_ns;
+  return report;
+}
+
 Executor::Work& Executor::take_work() {
   BALLAST_CHECK(!free_works_.empty());
   Work& work = *free_works_.back();

@@ -115,13 +115,12 @@ class Executor {
   // Sums of squares of the chunk's last gradient, one per block; valid after its last contribution.
   std::span<const double> block_sums(std::uint32_t chunk) const;
 
-  LaneReport lane_report(Lane lane, const Lock&) const { return lanes_[static_cast<std::size_t>(lane)].report; }
+  LaneReport lane_report(Lane lane, const Lock& lock) const;
   std::uint64_t waited_ns() const { return waited_ns_; }
   const offload::HostSlab* slab() const { return slab_.get(); }
   std::string backend_name() const;
   std::string backend_reason() const;
   std::uint64_t stored_bytes() const { return store_ ? store_->reserved_bytes() : 0; }
-  io::StorageCounters storage_counters() const;  // under the mutex
   const SpanLog& spans() const { return spans_; }
   static std::uint64_t now_ns();
 

@@ -312,6 +312,4 @@ std::string Executor::backend_name() const { return store_ ? std::string(store_-
 
 std::string Executor::backend_reason() const { return store_ ? store_->backend_reason() : "no states on NVMe"; }
 
-io::StorageCounters Executor::storage_counters() const { return store_ ? store_->counters() : io::StorageCounters{}; }
-
 }  // namespace ballast::engine

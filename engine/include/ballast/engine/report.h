@@ -16,8 +16,9 @@ constexpr int kLaneCount = 7;
 
 struct LaneReport {
   std::uint64_t bytes = 0;    // moved (cpu: bytes of memory that updates touch)
-  std::uint64_t busy_ns = 0;  // at least one task running
+  std::uint64_t busy_ns = 0;  // at least one task running, up to now
   std::uint64_t tasks = 0;
+  std::uint32_t running = 0;  // tasks under way now; always 0 for compute
 };
 
 struct MemoryRange {

@@ -16,7 +16,7 @@
 // the expected order: then cancel_expected() first gives everything back that no trainer holds.
 //
 // An update is *claimed* by the job that will do it, and by one only. A job queued ahead of its decision or gradient
-// *waits for the trainer*; a chunk has at most one of those, and nothing the trainer asks for now is ever queued behind
+// *waits for the trainer*; a chunk has at most one of those, and no request of the trainer is ever queued behind
 // it: lease() turns it back into a fetch, or drops it, first.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
