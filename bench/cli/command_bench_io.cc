@@ -58,7 +58,7 @@ int run(const Options& options) {
   const auto read = bench.run(Pattern::read);
   const auto write = bench.run(Pattern::write);
   const double flush = bench.flush_seconds();
-  const auto mixed = bench.run(Pattern::mixed);
+  const auto mixed = bench.run(Pattern::rewrite);
 
   const double flushed = static_cast<double>(write.bytes) / (write.seconds + flush);
   const auto line = [](const StorageBench::Result& result) {

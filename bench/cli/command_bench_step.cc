@@ -1,5 +1,5 @@
 // ballast bench step: whole steps of a synthetic model (gradients computed from the parameters, no matrix products). A
-// few steps in a row are paired with raw transfers on the same paths just before them, so that efficiency is a median
+// few steps in a row are paired with raw transfers of the same extents just before them, so that efficiency is a median
 // of ratios taken on one machine at one time. The engine reads ahead between steps: raw transfers wait until it is
 // quiet, and only the bytes that it moves while its steps are timed count.
 // SPDX-License-Identifier: Apache-2.0
@@ -170,21 +170,15 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
 }
 
-// Raw transfers as many as the states that are stored, in the engine's pattern: runs as long as a chunk of 1 Mi
-// elements, every other one read, the rest written.
+// Raw transfers over the engine's own files: each extent read and written back as it was, in runs as long as a chunk
+// of 1 Mi elements. Only while the engine is at rest.
 std::unique_ptr<StorageBench> raw_transfers(const Config& config, const Report& report) {
-  const std::uint64_t per_path = base::round_down(
-      std::clamp<std::uint64_t>(report.nvme_stored_bytes, 64 * base::kMiB, 4 * base::kGiB) / config.nvme.paths.size(),
-      config.nvme.block_bytes);
-  auto raw = std::make_unique<StorageBench>(
-      StorageBenchOptions{.paths = config.nvme.paths,
-                          .bytes_per_path = per_path,
+  return std::make_unique<StorageBench>(
+      StorageBenchOptions{.files = report.nvme_files,
                           .block_bytes = config.nvme.block_bytes,
                           .queue_depth = config.nvme.queue_depth,
                           .backend = backend_from(report.io_backend),
-                          .mixed_run_blocks = std::max<std::uint64_t>(1, 12 * base::kMiB / config.nvme.block_bytes)});
-  raw->prepare();
-  return raw;
+                          .run_blocks = std::max<std::uint64_t>(1, 12 * base::kMiB / config.nvme.block_bytes)});
 }
 
 int run(const Options& options) {
@@ -215,7 +209,8 @@ int run(const Options& options) {
     const std::size_t count = warm ? std::min(kStepsPerPair, steps - i) : 1;
     const Report quiet = report_at_rest(engine);
     if (i == warm_up_steps(steps)) record.steady_begin = quiet;
-    const double rate = raw && warm ? raw->run(StorageBench::Pattern::mixed).bytes_per_second() : 0;
+    if (raw && !quiet.at_rest) throw Error("the engine did not come to rest, so raw transfers would disturb it");
+    const double rate = raw && warm ? raw->run(StorageBench::Pattern::rewrite).bytes_per_second() : 0;
     const std::uint64_t before = nvme_bytes(engine.report());
     double seconds = 0;
     for (std::size_t k = 0; k < count; ++k, ++i) {

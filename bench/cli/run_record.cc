@@ -43,7 +43,7 @@ StorageRates measure_storage_rates(const std::vector<std::string>& paths, std::u
   using Pattern = StorageBench::Pattern;
   rates.write_bytes_per_second = bench.run(Pattern::write).bytes_per_second();
   rates.read_bytes_per_second = bench.run(Pattern::read).bytes_per_second();
-  rates.mixed_bytes_per_second = bench.run(Pattern::mixed).bytes_per_second();
+  rates.mixed_bytes_per_second = bench.run(Pattern::rewrite).bytes_per_second();
   rates.direct = bench.direct();
   return rates;
 }
@@ -104,7 +104,6 @@ Report report_at_rest(const Engine& engine) {
   constexpr std::chrono::milliseconds kBetweenLooks{5};
   Report report = engine.report();
   if (report.nvme_stored_bytes == 0) return report;
-  // A drive may take longer over one transfer than lies between two looks: what counts is that none is under way.
   const auto tasks = [](const Report& of) {
     std::uint64_t started = 0;
     for (const LaneReport& lane : of.lanes) started += lane.tasks;
@@ -113,9 +112,8 @@ Report report_at_rest(const Engine& engine) {
   for (int quiet = 0, looks = 0; quiet < kQuietLooks && looks < kLooks; ++looks) {
     std::this_thread::sleep_for(kBetweenLooks);
     Report next = engine.report();
-    const bool idle =
-        std::all_of(next.lanes.begin(), next.lanes.end(), [](const LaneReport& lane) { return lane.running == 0; });
-    quiet = idle && tasks(next) == tasks(report) ? quiet + 1 : 0;
+    // Four looks, as a stream may still have a step to go that lets more begin.
+    quiet = next.at_rest && tasks(next) == tasks(report) ? quiet + 1 : 0;
     report = std::move(next);
   }
   return report;

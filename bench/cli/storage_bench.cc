@@ -6,6 +6,7 @@
 #include <ballast/base/error.h>
 #include <ballast/base/random.h>
 #include <ballast/base/size.h>
+#include <ballast/io/directories.h>
 #include <ballast/offload/slab.h>
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -20,6 +21,7 @@
 #include <cstring>
 #include <filesystem>
 #include <optional>
+#include <utility>
 
 namespace ballast::cli {
 namespace {
@@ -35,58 +37,50 @@ double cpu_seconds_so_far() {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-// Directories that were made for a measurement, removed in reverse.
-class MadeDirectories {
+// A file open for raw transfers, direct where it can be: one of its own without a name, or one that is there.
+class RawFile {
  public:
-  ~MadeDirectories() {
-    for (auto path = made_.rbegin(); path != made_.rend(); ++path) {
-      std::error_code ignored;  // not empty any more: somebody else's now
-      std::filesystem::remove(*path, ignored);
-    }
-  }
-  void make(const std::filesystem::path& path) {
-    if (path.empty() || std::filesystem::exists(path)) return;
-    make(path.parent_path());
-    if (std::filesystem::create_directory(path)) made_.push_back(path);
-  }
-
- private:
-  std::vector<std::filesystem::path> made_;
-};
-
-// An open file without a name.
-class NamelessFile {
- public:
-  NamelessFile(const std::string& directory, std::uint64_t bytes) {
+  static RawFile make(const std::string& directory, std::uint64_t bytes) {
     const std::string path = directory + "/.ballast-bench-" + std::to_string(::getpid());
-    const int flags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC;
-    descriptor_ = ::open(path.c_str(), flags | O_DIRECT, 0600);
-    if (descriptor_ < 0 && errno == EINVAL) {
-      direct_ = false;
-      ::unlink(path.c_str());
-      descriptor_ = ::open(path.c_str(), flags, 0600);
-    }
-    if (descriptor_ < 0) throw IoError("cannot make a file in " + directory + ": " + std::strerror(errno));
+    RawFile file(path, O_CREAT | O_EXCL, directory);
     ::unlink(path.c_str());
-    struct statfs system {};
-    // Memory takes "direct" requests too; it is no drive for that.
-    if (::fstatfs(descriptor_, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC))
-      direct_ = false;
-    const int error = ::posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes));
-    if (error == 0 || error == EOPNOTSUPP || error == EINVAL) return;
-    ::close(descriptor_);
+    const int error = ::posix_fallocate(file.descriptor_, 0, static_cast<off_t>(bytes));
+    if (error == 0 || error == EOPNOTSUPP || error == EINVAL) return file;
     std::error_code unknown;
     const auto space = std::filesystem::space(directory, unknown);
     throw IoError("cannot reserve " + base::format_size(bytes) + " in " + directory + ": " + std::strerror(error) +
                   (unknown ? "" : " (" + base::format_size(space.available) + " free)"));
   }
-  ~NamelessFile() { ::close(descriptor_); }
-  NamelessFile(const NamelessFile&) = delete;
-  NamelessFile& operator=(const NamelessFile&) = delete;
+  static RawFile open(const std::string& path) { return RawFile(path, 0, path); }
+  RawFile(RawFile&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)), direct_(other.direct_) {}
+  RawFile& operator=(RawFile&&) = delete;
+  ~RawFile() {
+    if (descriptor_ >= 0) ::close(descriptor_);
+  }
   int descriptor() const { return descriptor_; }
   bool direct() const { return direct_; }
+  std::uint64_t bytes() const {
+    struct stat status {};
+    BALLAST_CHECK(::fstat(descriptor_, &status) == 0);
+    return static_cast<std::uint64_t>(status.st_size);
+  }
 
  private:
+  RawFile(const std::string& path, int how, const std::string& place) {
+    descriptor_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_DIRECT | how, 0600);
+    if (descriptor_ < 0 && errno == EINVAL) {
+      direct_ = false;
+      if (how != 0) ::unlink(path.c_str());
+      descriptor_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | how, 0600);
+    }
+    if (descriptor_ < 0)
+      throw IoError((how != 0 ? "cannot make a file in " : "cannot open ") + place + ": " + std::strerror(errno));
+    struct statfs system {};
+    // Memory takes "direct" requests too; it is no drive for that.
+    if (::fstatfs(descriptor_, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC))
+      direct_ = false;
+  }
+
   int descriptor_ = -1;
   bool direct_ = true;
 };
@@ -95,94 +89,103 @@ class NamelessFile {
 
 struct StorageBench::Implementation {
   struct Lane {
-    std::string directory;
-    std::unique_ptr<NamelessFile> file;
-    std::vector<io::Operation> operations;
+    std::string name;
+    std::optional<RawFile> file;
+    std::vector<io::Operation> operations;  // the buffers; block b goes through b modulo their number
+    std::vector<std::uint8_t> busy;
     io::OpenedStorage opened;  // drained before the operations and the file go
     std::uint32_t index = 0;
-    std::uint64_t next_block = 0;
     std::uint64_t blocks = 0;  // that a pass covers
+    std::uint64_t next_move = 0, end_move = 0;
   };
 
   StorageBenchOptions options;
   base::WakeEvent wake;
-  MadeDirectories directories;
+  io::MadeDirectories directories;
   std::optional<offload::HostSlab> slab;
   std::vector<Lane> lanes;  // destroyed before the memory that they transfer from
   std::vector<io::Operation*> finished, again;
   std::string memory_note;
   bool direct = true;
 
+  ~Implementation() {
+    lanes.clear();
+    directories.remove_empty();
+  }
+  bool own_files() const { return options.files.empty(); }
   std::uint64_t stamp(const Lane& lane, std::uint64_t block) const {
     return base::random_at(static_cast<std::uint64_t>(&lane - lanes.data()), block);
   }
-  // Fills in the operation for the lane's next block.
-  void arm(Lane& lane, io::Operation& operation, Pattern pattern) const {
-    const std::uint64_t block = lane.next_block++;
-    const bool write =
-        pattern == Pattern::write || (pattern == Pattern::mixed && block / options.mixed_run_blocks % 2 == 1);
-    operation.direction = write ? io::Direction::write : io::Direction::read;
-    operation.file = lane.index;
-    operation.offset_bytes = block * options.block_bytes;
-    operation.bytes = options.block_bytes;
-    operation.tag = block;
-    if (write) {
-      const std::uint64_t mark = stamp(lane, block);
-      std::memcpy(operation.data, &mark, sizeof mark);
-    }
-  }
   void check(const Lane& lane, const io::Operation& operation) const {
-    const std::string place = "in " + lane.directory + " at offset " + std::to_string(operation.offset_bytes);
+    const std::string place = "in " + lane.name + " at offset " + std::to_string(operation.offset_bytes);
     if (operation.error_number != 0)
       throw IoError((operation.direction == io::Direction::read ? "cannot read " : "cannot write ") + place + ": " +
                     std::strerror(operation.error_number));
-    if (operation.direction == io::Direction::write) return;
+    if (operation.direction == io::Direction::write || !own_files()) return;
     std::uint64_t mark = 0;
     std::memcpy(&mark, operation.data, sizeof mark);
     if (mark != stamp(lane, operation.tag)) throw CorruptionError("the bytes read " + place + " are not those written");
   }
-  // Takes what has finished on a lane and keeps its queue full. Returns how many finished.
-  std::size_t turn(Lane& lane, Pattern pattern, bool wait, std::uint64_t* bytes) {
-    io::Storage& storage = *lane.opened.storage;
-    const std::size_t count = storage.poll(finished, wait);
+  // Submits what comes next, as far as the queue has room and the block's buffer is free.
+  void fill(Lane& lane, const BlockOrder& order, Pattern pattern) {
+    const std::size_t room = options.queue_depth - lane.opened.storage->outstanding();
     again.clear();
+    while (again.size() < room && lane.next_move < lane.end_move) {
+      const BlockOrder::Move move = order.at(lane.next_move);
+      const std::size_t buffer = move.block % lane.operations.size();
+      if (lane.busy[buffer] != 0) break;
+      lane.busy[buffer] = 1;
+      io::Operation& operation = lane.operations[buffer];
+      operation.direction = move.write ? io::Direction::write : io::Direction::read;
+      operation.file = lane.index;
+      operation.offset_bytes = move.block * options.block_bytes;
+      operation.bytes = options.block_bytes;
+      operation.tag = move.block;
+      if (move.write && pattern == Pattern::write) {
+        const std::uint64_t mark = stamp(lane, move.block);
+        std::memcpy(operation.data, &mark, sizeof mark);
+      }
+      again.push_back(&operation);
+      ++lane.next_move;
+    }
+    if (!again.empty()) lane.opened.storage->submit(again);
+  }
+  // Takes what has finished on a lane. Returns how many.
+  std::size_t collect(Lane& lane, bool wait, std::uint64_t* bytes) {
+    const std::size_t count = lane.opened.storage->poll(finished, wait);
     for (std::size_t i = 0; i < count; ++i) {
       check(lane, *finished[i]);
       *bytes += finished[i]->bytes;
-      if (lane.next_block < lane.blocks) {
-        arm(lane, *finished[i], pattern);
-        again.push_back(finished[i]);
-      }
+      lane.busy[static_cast<std::size_t>(finished[i] - lane.operations.data())] = 0;
     }
-    if (!again.empty()) storage.submit(again);
     return count;
   }
   Result pass(Pattern pattern) {
+    BALLAST_CHECK(pattern != Pattern::write || own_files());
     Result result;
     const double cpu_before = cpu_seconds_so_far();
     const Clock::time_point begin = Clock::now();
     const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
+    std::vector<BlockOrder> orders;
     for (Lane& lane : lanes) {
-      lane.next_block = 0;
-      again.clear();
-      for (io::Operation& operation : lane.operations) {
-        if (lane.next_block == lane.blocks) break;
-        arm(lane, operation, pattern);
-        again.push_back(&operation);
-      }
-      lane.opened.storage->submit(again);
+      orders.emplace_back(pattern, lane.blocks, options.run_blocks, options.queue_depth);
+      lane.next_move = 0;
+      lane.end_move = orders.back().moves();
+      fill(lane, orders.back(), pattern);
     }
     for (bool busy = true; busy;) {
       busy = false;
       std::size_t count = 0;
-      for (Lane& lane : lanes) {
+      for (std::size_t i = 0; i < lanes.size(); ++i) {
+        Lane& lane = lanes[i];
         if (lane.opened.storage->outstanding() == 0) continue;
-        count += turn(lane, pattern, lanes.size() == 1, &result.bytes);
+        count += collect(lane, lanes.size() == 1, &result.bytes);
+        fill(lane, orders[i], pattern);
         busy = busy || lane.opened.storage->outstanding() > 0;
       }
       if (busy && count == 0) wake.wait(1000);
       if (options.pass_seconds_max > 0 && elapsed() > options.pass_seconds_max)
-        for (Lane& lane : lanes) lane.blocks = std::min(lane.blocks, std::max<std::uint64_t>(lane.next_block, 1));
+        for (Lane& lane : lanes) lane.end_move = std::min(lane.end_move, std::max<std::uint64_t>(lane.next_move, 1));
     }
     result.seconds = elapsed();
     result.cpu_seconds = cpu_seconds_so_far() - cpu_before;
@@ -193,14 +196,16 @@ struct StorageBench::Implementation {
 StorageBench::StorageBench(const StorageBenchOptions& options) : implementation_(std::make_unique<Implementation>()) {
   Implementation& self = *implementation_;
   self.options = options;
-  BALLAST_CHECK(!options.paths.empty() && options.bytes_per_path >= options.block_bytes &&
-                options.bytes_per_path % options.block_bytes == 0);
-  const std::uint64_t window_bytes = base::round_up(options.block_bytes * options.queue_depth, 2 * base::kMiB);
-  if (window_bytes * options.paths.size() > 4 * base::kGiB)
-    throw ConfigError("block size times queue depth times paths is " +
-                      base::format_size(window_bytes * options.paths.size()) +
-                      " of buffers; at most 4 GiB is sensible");
-  self.slab.emplace(offload::HostSlabOptions{.bytes = window_bytes * options.paths.size()});
+  BALLAST_CHECK(self.own_files() ? !options.paths.empty() && options.bytes_per_path >= options.block_bytes &&
+                                       options.bytes_per_path % options.block_bytes == 0
+                                 : options.paths.empty());
+  const std::vector<std::string>& names = self.own_files() ? options.paths : options.files;
+  const std::uint64_t buffers = BlockOrder::buffers(options.run_blocks, options.queue_depth);
+  const std::uint64_t window_bytes = base::round_up(options.block_bytes * buffers, 2 * base::kMiB);
+  if (window_bytes * names.size() > 8 * base::kGiB)
+    throw ConfigError("block size times queue depth times paths needs " +
+                      base::format_size(window_bytes * names.size()) + " of buffers; at most 8 GiB is sensible");
+  self.slab.emplace(offload::HostSlabOptions{.bytes = window_bytes * names.size()});
   base::Random random(1);
   const auto memory = self.slab->memory();
   for (std::size_t i = 0; i + 8 <= memory.size(); i += 8) {
@@ -208,29 +213,32 @@ StorageBench::StorageBench(const StorageBenchOptions& options) : implementation_
     std::memcpy(memory.data() + i, &value, sizeof value);
   }
   std::string unregistered;
-  for (const std::string& path : options.paths) {
+  for (const std::string& name : names) {
     Implementation::Lane lane;
-    lane.directory = path;
-    try {
-      self.directories.make(std::filesystem::path(path));
-    } catch (const std::filesystem::filesystem_error& error) {
-      throw IoError("cannot make the directory " + path + ": " + error.code().message());
+    lane.name = name;
+    if (self.own_files()) {
+      self.directories.make(name);
+      lane.file.emplace(RawFile::make(name, options.bytes_per_path));
+    } else {
+      lane.file.emplace(RawFile::open(name));
     }
-    lane.file = std::make_unique<NamelessFile>(path, options.bytes_per_path);
     self.direct = self.direct && lane.file->direct();
     lane.opened = io::open_storage(options.backend, {.block_bytes = options.block_bytes,
                                                      .queue_depth = options.queue_depth,
-                                                     .wake = options.paths.size() == 1 ? nullptr : &self.wake});
+                                                     .wake = names.size() == 1 ? nullptr : &self.wake});
     io::Storage& storage = *lane.opened.storage;
     lane.index = storage.add_file(lane.file->descriptor());
     if (options.block_bytes % storage.alignment_bytes() != 0)
       throw ConfigError("the block size " + base::format_size(options.block_bytes) + " is not a multiple of " +
-                        std::to_string(storage.alignment_bytes()) + " bytes, which " + path + " asks for");
-    std::byte* window = self.slab->take(path, window_bytes, 2 * base::kMiB);
+                        std::to_string(storage.alignment_bytes()) + " bytes, which " + name + " asks for");
+    std::byte* window = self.slab->take(name, window_bytes, 2 * base::kMiB);
     storage.register_memory({window, window_bytes}, &unregistered);
-    lane.blocks = options.bytes_per_path / options.block_bytes;
-    lane.operations.resize(options.queue_depth);
-    for (std::uint32_t i = 0; i < options.queue_depth; ++i) lane.operations[i].data = window + i * options.block_bytes;
+    lane.blocks = (self.own_files() ? options.bytes_per_path : lane.file->bytes()) / options.block_bytes;
+    if (lane.blocks == 0)
+      throw IoError(name + " is shorter than one block of " + base::format_size(options.block_bytes));
+    lane.operations.resize(buffers);
+    lane.busy.resize(buffers);
+    for (std::uint64_t i = 0; i < buffers; ++i) lane.operations[i].data = window + i * options.block_bytes;
     self.lanes.push_back(std::move(lane));
   }
   self.finished.resize(options.queue_depth);
@@ -243,23 +251,17 @@ StorageBench::~StorageBench() = default;
 
 StorageBench::Result StorageBench::prepare() {
   const Result result = implementation_->pass(Pattern::write);
-  for (auto& lane : implementation_->lanes) lane.blocks = lane.next_block;
+  for (auto& lane : implementation_->lanes) lane.blocks = lane.next_move;
   return result;
 }
 
-StorageBench::Result StorageBench::run(Pattern pattern) {
-  std::vector<std::uint64_t> whole;
-  for (const auto& lane : implementation_->lanes) whole.push_back(lane.blocks);
-  const Result result = implementation_->pass(pattern);
-  for (std::size_t i = 0; i < whole.size(); ++i) implementation_->lanes[i].blocks = whole[i];
-  return result;
-}
+StorageBench::Result StorageBench::run(Pattern pattern) { return implementation_->pass(pattern); }
 
 double StorageBench::flush_seconds() {
   const Clock::time_point begin = Clock::now();
   for (const auto& lane : implementation_->lanes)
     if (::fdatasync(lane.file->descriptor()) != 0)
-      throw IoError("cannot flush the file in " + lane.directory + ": " + std::strerror(errno));
+      throw IoError("cannot flush the file in " + lane.name + ": " + std::strerror(errno));
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 

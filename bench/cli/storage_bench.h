@@ -1,5 +1,5 @@
-// Raw transfers over the storage seam, one file per path, all written before anything is read: the speed of light that
-// training is compared with.
+// Raw transfers over the storage seam: the speed of light that training is compared with. Over files of their own, one
+// per path, all written before anything is read; or over files that are there, whose contents stay as they are.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,32 +10,35 @@
 #include <string>
 #include <vector>
 
+#include "block_order.h"
+
 namespace ballast::cli {
 
 struct StorageBenchOptions {
   std::vector<std::string> paths;  // directories; made where missing, and removed again
+  // Where not empty: files to read and rewrite, in place of `paths` and `bytes_per_path`. Whole blocks of them are
+  // used. Nobody else may write there during a pass.
+  std::vector<std::string> files;
   std::uint64_t bytes_per_path = std::uint64_t{2} << 30;
   std::uint64_t block_bytes = std::uint64_t{1} << 20;  // bytes_per_path is a multiple of it
   std::uint32_t queue_depth = 32;                      // per path
   io::Backend backend = io::Backend::automatic;
-  std::uint64_t mixed_run_blocks = 1;  // mixed: blocks in a row that go one way
-  double pass_seconds_max = 0;         // a pass ends early after that; 0: never
+  std::uint64_t run_blocks = 1;  // rewrite: blocks in a row that go one way
+  double pass_seconds_max = 0;   // a pass ends early after that; 0: never
 };
 
 class StorageBench {
  public:
-  // Makes the files (without a name, so that nothing is left whatever happens) and takes memory. Throws IoError,
-  // ConfigError or PlanError.
+  // Opens the files (its own without a name, so that nothing is left whatever happens) and takes memory. Throws
+  // IoError, ConfigError or PlanError.
   explicit StorageBench(const StorageBenchOptions& options);
   ~StorageBench();
   StorageBench(const StorageBench&) = delete;
   StorageBench& operator=(const StorageBench&) = delete;
 
-  enum class Pattern : std::uint8_t {
-    read,
-    write,
-    mixed
-  };  // mixed: every other run of blocks is read, the rest written
+  // read, write: the whole of the files once. rewrite: each block is read and written back as it was; both directions
+  // are under way at once. A file that is not its own is never written otherwise.
+  using Pattern = BlockOrder::Pattern;
   struct Result {
     double seconds = 0;
     double cpu_seconds = 0;  // of this process, all threads, user and system
@@ -43,9 +46,9 @@ class StorageBench {
     double bytes_per_second() const { return seconds > 0 ? static_cast<double>(bytes) / seconds : 0; }
     double cpu_seconds_per_gigabyte() const { return bytes > 0 ? cpu_seconds / (static_cast<double>(bytes) / 1e9) : 0; }
   };
-  // Writes the whole of the files for the first time; before any run(). Not flushed.
+  // Writes the whole of its own files for the first time; before any run(). Not flushed.
   Result prepare();
-  // The whole of the files once. Blocks that are read are checked to be those that were written (CorruptionError).
+  // One pass. Blocks read from its own files are checked to be those that were written (CorruptionError).
   Result run(Pattern pattern);
   double flush_seconds();  // makes what was written durable
 

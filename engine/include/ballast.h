@@ -249,6 +249,9 @@ typedef struct ballast_report {
   size_t device_memory_count;
   const ballast_memory_range* host_memory;
   size_t host_memory_count;
+  const char* const* nvme_files;
+  size_t nvme_file_count;
+  int at_rest; /* 1: nothing is under way, and nothing starts before the next call or the next work of a stream */
 } ballast_report;
 
 /* Its pointers are valid until the next report of this engine. */

@@ -29,6 +29,7 @@ struct ballast_engine {
   ballast_stream* own_stream = nullptr;
   Report report = {};
   std::vector<ballast_memory_range> device_memory = {}, host_memory = {};
+  std::vector<const char*> nvme_files = {};
   std::string json = {};
 };
 struct ballast_step {
@@ -500,6 +501,11 @@ ballast_status ballast_engine_report(ballast_engine* engine, ballast_report* rep
     out.device_memory_count = engine->device_memory.size();
     out.host_memory = engine->host_memory.data();
     out.host_memory_count = engine->host_memory.size();
+    engine->nvme_files.clear();
+    for (const std::string& file : in.nvme_files) engine->nvme_files.push_back(file.c_str());
+    out.nvme_files = engine->nvme_files.data();
+    out.nvme_file_count = engine->nvme_files.size();
+    out.at_rest = in.at_rest ? 1 : 0;
     hand_out(out, report);
   });
 }

@@ -392,6 +392,8 @@ Report EngineImplementation::report() {
   r.zero_stage = config_.zero_stage;
   r.resident_fraction = plan_.resident_fraction;
   r.nvme_stored_bytes = executor_->stored_bytes();
+  r.nvme_files = executor_->stored_files();
+  r.at_rest = executor_->at_rest(lock);
   for (int lane = 0; lane < kLaneCount; ++lane) {
     r.lanes[static_cast<std::size_t>(lane)] = executor_->lane_report(static_cast<Lane>(lane), lock);
   }

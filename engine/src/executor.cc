@@ -244,6 +244,7 @@ void Executor::run() {
       } catch (...) {
         fail_locked(std::current_exception());
       }
+      at_rest_ = free_works_.size() == works_.size();
       changed_.notify_all();
       if (stopping_) return;
     }

@@ -59,12 +59,16 @@ class Executor {
   std::mutex& mutex() { return mutex_; }
   schedule::Scheduler& scheduler() { return scheduler_; }  // under the mutex
   std::vector<UnitUpdate>& updates() { return updates_; }  // under the mutex
-  void wake() { wake_.notify(); }
+  // Under the mutex, before it is let go: there may be more to do.
+  void wake() {
+    at_rest_ = false;
+    wake_.notify();
+  }
 
   // Blocks until the predicate holds. Throws the latched failure instead, if there is one.
   template <class Predicate>
   void wait(Lock& lock, const Predicate& predicate) {
-    wake_.notify();
+    wake();
     const std::uint64_t begin_ns = now_ns();
     changed_.wait(lock, [&] { return failure_ || predicate(); });
     waited_ns_ += now_ns() - begin_ns;
@@ -82,7 +86,7 @@ class Executor {
       seen = ended_tasks_;
       if (still_seconds == kPatienceSeconds) {
         scheduler_.cancel_expected();
-        wake_.notify();
+        wake();
       }
       if (still_seconds == kStandStillSeconds) stand_still();
     }
@@ -121,6 +125,9 @@ class Executor {
   std::string backend_name() const;
   std::string backend_reason() const;
   std::uint64_t stored_bytes() const { return store_ ? store_->reserved_bytes() : 0; }
+  std::vector<std::string> stored_files() const { return store_ ? store_->files() : std::vector<std::string>{}; }
+  // Nothing is under way, and nothing can start before the next call of the trainer or the next step of a stream.
+  bool at_rest(const Lock&) const { return at_rest_; }
   const SpanLog& spans() const { return spans_; }
   static std::uint64_t now_ns();
 
@@ -181,6 +188,7 @@ class Executor {
   std::exception_ptr failure_;
   bool closing_ = false;
   bool stopping_ = false;
+  bool at_rest_ = false;
   std::uint64_t ended_tasks_ = 0;
   std::uint64_t waited_ns_ = 0;
 

@@ -263,10 +263,11 @@ void Executor::transfer_now(io::Direction direction, std::uint32_t chunk, std::b
   work.transfer.tag = reinterpret_cast<std::uintptr_t>(&work);
   io::Transfer* transfer = &work.transfer;
   store_->submit({&transfer, 1});
-  wake_.notify();
+  wake();
   // Until it has ended the caller's memory is in use, failure or not.
   changed_.wait(lock, [&] { return work.done; });
   free_works_.push_back(&work);
+  wake();
   check(lock);
 }
 

@@ -4,6 +4,7 @@
 
 #include <ballast/base/error.h>
 #include <ballast/base/size.h>
+#include <ballast/io/directories.h>
 #include <fcntl.h>
 #include <linux/magic.h>
 #include <sys/file.h>
@@ -19,7 +20,6 @@
 #include <memory>
 #include <thread>
 
-#include "directories.h"
 #include "errno_text.h"
 #include "file_alignment.h"
 

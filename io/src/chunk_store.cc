@@ -4,6 +4,7 @@
 #include <ballast/base/error.h>
 #include <ballast/base/size.h>
 #include <ballast/io/chunk_store.h>
+#include <ballast/io/directories.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -15,7 +16,6 @@
 #include <optional>
 
 #include "chunk_file.h"
-#include "directories.h"
 
 namespace ballast::io {
 namespace {
@@ -400,6 +400,12 @@ std::uint64_t ChunkStore::reserved_bytes() const {
   std::uint64_t sum = 0;
   for (const Implementation::Path& path : implementation_->paths) sum += path.bytes;
   return sum;
+}
+
+std::vector<std::string> ChunkStore::files() const {
+  std::vector<std::string> files;
+  for (const Implementation::Path& path : implementation_->paths) files.push_back(path.file->path());
+  return files;
 }
 
 std::string ChunkStore::describe(const Transfer& transfer) const {

@@ -1,8 +1,7 @@
 // Making and removing directories, and asking for their free space.
 // SPDX-License-Identifier: Apache-2.0
-#include "directories.h"
-
 #include <ballast/base/error.h>
+#include <ballast/io/directories.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>

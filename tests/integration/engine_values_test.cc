@@ -2,7 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <filesystem>
 #include <limits>
+#include <thread>
 
 #include "support/engine_support.h"
 
@@ -414,6 +417,30 @@ TEST(ValuesTest, SixHundredParametersWithStrangeNamesInOneUnit) {
   for (std::uint32_t i : {0u, 299u, 599u}) EXPECT_NEAR(world.value(i), 0.99, kFourUlps);
   EXPECT_EQ(world.engine->parameter(world.unit, world.parameters[77].name).index, 77u);
   EXPECT_THROW(world.engine->parameter(world.unit, "missing"), UsageError);
+}
+
+TEST(ReportTest, ItIsAtRestOnceNothingMovesAnyMoreAndNamesTheFiles) {
+  for (Timing timing : kTimings) {
+    World world(Tier::nvme, timing);
+    world.start(1);
+    for (int step = 0; step < 5; ++step) {
+      world.step({1.0f});
+      Report report = world.engine->report();
+      for (int looks = 0; !report.at_rest && looks < 10'000; ++looks) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        report = world.engine->report();
+      }
+      ASSERT_TRUE(report.at_rest) << to_string(timing) << " step " << step;
+      for (const LaneReport& lane : report.lanes) EXPECT_EQ(lane.running, 0u);
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      const Report later = world.engine->report();
+      for (std::size_t lane = 0; lane < report.lanes.size(); ++lane)
+        EXPECT_EQ(later.lanes[lane].tasks, report.lanes[lane].tasks);
+    }
+    const std::vector<std::string> files = world.engine->report().nvme_files;
+    ASSERT_EQ(files.size(), 1u);
+    EXPECT_GE(std::filesystem::file_size(files[0]), world.engine->report().nvme_stored_bytes);
+  }
 }
 
 }  // namespace

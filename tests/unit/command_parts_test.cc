@@ -1,12 +1,15 @@
 // The parts of the command that need no training: output files, figures of a run, raw storage rates.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/error.h>
+#include <ballast/base/random.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <cmath>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <limits>
 
 #include "cli/output_file.h"
@@ -152,9 +155,9 @@ TEST_P(StorageBenchOn, EveryPassMovesTheWholeFilesAndLeavesNothing) {
     EXPECT_EQ(bench.prepare().bytes, 2 * 37 * 65536u);
     EXPECT_GE(bench.flush_seconds(), 0);
     using Pattern = StorageBench::Pattern;
-    for (const Pattern pattern : {Pattern::read, Pattern::write, Pattern::mixed, Pattern::read}) {
+    for (const Pattern pattern : {Pattern::read, Pattern::write, Pattern::rewrite, Pattern::read}) {
       const auto result = bench.run(pattern);
-      EXPECT_EQ(result.bytes, 2 * 37 * 65536u);
+      EXPECT_EQ(result.bytes, (pattern == Pattern::rewrite ? 4 : 2) * 37 * 65536u);
       EXPECT_GT(result.bytes_per_second(), 0);
     }
   }
@@ -173,7 +176,59 @@ TEST_P(StorageBenchOn, APassThatRunsOutOfTimeEndsEarlyAndLaterOnesReadOnlyWhatWa
   EXPECT_GT(prepared.bytes, 0u);
   EXPECT_LT(prepared.bytes, std::uint64_t{1} << 30);
   EXPECT_GT(bench.run(StorageBench::Pattern::read).bytes, 0u);
-  EXPECT_GT(bench.run(StorageBench::Pattern::mixed).bytes, 0u);
+  EXPECT_GT(bench.run(StorageBench::Pattern::rewrite).bytes, 0u);
+}
+
+TEST_P(StorageBenchOn, ARewriteOfAFileThatIsThereLeavesItsContentsAsTheyWere) {
+  const ScratchFolder scratch;
+  const std::string name = scratch.path() + "/states";
+  std::string contents(41 * 65536 + 777, '\0');
+  base::Random random(7);
+  for (char& c : contents) c = static_cast<char>(random.next());
+  std::ofstream(name, std::ios::binary) << contents;
+  {
+    StorageBench bench(
+        {.files = {name}, .block_bytes = 65536, .queue_depth = 3, .backend = GetParam(), .run_blocks = 4});
+    EXPECT_EQ(bench.run(StorageBench::Pattern::rewrite).bytes, 2 * 41 * 65536u);
+    EXPECT_EQ(bench.run(StorageBench::Pattern::read).bytes, 41 * 65536u);
+  }
+  std::ifstream in(name, std::ios::binary);
+  const std::string after((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+  EXPECT_TRUE(after == contents);
+}
+
+TEST(BlockOrder, ARewriteReadsEachBlockOnceThenWritesItWithEnoughReadAheadForAFullQueue) {
+  for (std::uint64_t blocks = 1; blocks <= 40; ++blocks) {
+    for (std::uint64_t run = 1; run <= 5; ++run) {
+      for (std::uint64_t depth = 1; depth <= 7; ++depth) {
+        const BlockOrder order(BlockOrder::Pattern::rewrite, blocks, run, depth);
+        const std::uint64_t buffers = BlockOrder::buffers(run, depth);
+        std::vector<std::int64_t> read_at(blocks, -1), written_at(blocks, -1);
+        ASSERT_EQ(order.moves(), 2 * blocks);
+        for (std::uint64_t i = 0; i < order.moves(); ++i) {
+          const BlockOrder::Move move = order.at(i);
+          const auto now = static_cast<std::int64_t>(i);
+          ASSERT_LT(move.block, blocks) << blocks << ' ' << run << ' ' << depth << ' ' << i;
+          if (move.write) {
+            ASSERT_EQ(written_at[move.block], -1);
+            ASSERT_GE(read_at[move.block], 0);
+            // Its read has left the queue when it is asked for, unless nothing else is left to do.
+            if (move.block + buffers < blocks) {
+              ASSERT_GE(now - read_at[move.block], static_cast<std::int64_t>(depth));
+            }
+            written_at[move.block] = now;
+          } else {
+            ASSERT_EQ(read_at[move.block], -1);
+            if (move.block >= buffers) {
+              ASSERT_GE(written_at[move.block - buffers], 0) << blocks << ' ' << run << ' ' << depth << ' ' << i;
+              ASSERT_GE(now - written_at[move.block - buffers], static_cast<std::int64_t>(depth));
+            }
+            read_at[move.block] = now;
+          }
+        }
+      }
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, StorageBenchOn, ::testing::Values(io::Backend::io_uring, io::Backend::threads),

@@ -35,6 +35,10 @@ struct Report {
   int zero_stage = 3;
   double resident_fraction = 0;  // of the states' NVMe traffic that placement saves
   std::uint64_t nvme_stored_bytes = 0;
+  std::vector<std::string> nvme_files;  // that hold them
+  // Nothing is under way (transfers, copies, updates), and nothing starts before the trainer's next call or the next
+  // work of a stream.
+  bool at_rest = false;
   std::array<LaneReport, kLaneCount> lanes{};
   std::uint64_t steps_updated = 0;
   std::uint64_t steps_discarded = 0;

@@ -75,6 +75,7 @@ class ChunkStore {
   bool direct() const;               // false where a path only allows buffered I/O
   StorageCounters counters() const;  // summed over paths
   std::uint64_t reserved_bytes() const;
+  std::vector<std::string> files() const;  // one per path
   // "FILE at OFFSET": where a transfer goes, for error texts.
   std::string describe(const Transfer& transfer) const;
 
