@@ -97,8 +97,7 @@ EngineImplementation::EngineImplementation(const Config& config, EngineEnvironme
     if (hooks_ != nullptr) options.before_copy = hooks_->before_copy;
     device_ = offload::make_host_device(options);
   }
-  communicator_ = environment_.communicator ? std::static_pointer_cast<Communicator>(environment_.communicator)
-                                            : make_single_communicator();
+  communicator_ = environment_.communicator ? environment_.communicator : make_single_communicator();
   streams_.push_back(device_->make_stream("compute"));
 }
 

@@ -1,8 +1,20 @@
-// Communicator: the seam to the other ranks. One flat buffer per call; every rank makes the same calls in the same
-// order. The single communicator is the world of one rank.
+// Communicator: the seam to the other ranks. Every rank makes the same calls on a communicator in the same order. The
+// single communicator is the world of one rank.
+//
+// Two kinds of call. The small ones block the caller. The large ones are enqueued on a stream of the device, over one
+// flat buffer each, and return at once; what comes after them on the stream sees their result. Communicators made by
+// duplicate() or split() have an order of their own, so that calls on two of them may be under way at once.
+//
+// Failure. A rank that is missing, late beyond the timeout, gone or at odds with the others ends in a
+// CommunicationError that names it: thrown by the small calls; latched by the large ones, whose buffers then hold
+// anything, and thrown by the next call of any kind and by check(). Nothing waits for ever. The first failure of a
+// communicator also ends what is under way on those made from it.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ballast/engine/config.h>
+
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -10,15 +22,47 @@
 
 namespace ballast {
 
+namespace offload {
+class Stream;
+}
+
 class Communicator {
  public:
-  virtual ~Communicator() = default;
-  virtual std::string_view name() const = 0;
+  virtual ~Communicator() = default;          // collective work enqueued before has ended or failed
+  virtual std::string_view name() const = 0;  // "single", "in-process", "mpi", "nccl"
   virtual int world_size() const = 0;
   virtual int rank() const = 0;
-  // values[i] = sum over ranks, in rank order. Blocks. Throws CommunicationError naming the rank that is missing.
+
+  // --- blocking, on the caller's thread; one at a time per communicator ---------------------------------------------
+
+  // values[i] = sum over ranks, added in rank order: the same on every rank, bit for bit.
   virtual void all_reduce_sum(std::span<double> values) = 0;
+  virtual void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) = 0;  // all: world_size * mine
+  virtual void broadcast(std::span<std::byte> data, int root) = 0;
   virtual void barrier() = 0;
+
+  // --- enqueued on a stream -----------------------------------------------------------------------------------------
+  // Buffers stay valid until the stream has passed the call. Addresses are the device's.
+
+  // In place: rank r's part lies at data + r * part_bytes, and is sent to all others.
+  virtual void all_gather(std::byte* data, std::size_t part_bytes, offload::Stream& stream) = 0;
+  // part[i] = sum over ranks of their data[rank * part_elements + i]; fp32 or bf16 (then summed in fp32 and rounded
+  // once). CPU ranks add in rank order. `part` may lie within `data`, at this rank's place.
+  virtual void reduce_scatter_sum(const std::byte* data, std::byte* part, std::size_t part_elements, DataType type,
+                                  offload::Stream& stream) = 0;
+  // In place, the same order of adding.
+  virtual void all_reduce_sum(std::byte* data, std::size_t elements, DataType type, offload::Stream& stream) = 0;
+
+  // --- more of them, and their end ----------------------------------------------------------------------------------
+
+  // The same ranks with an order of their own. Blocks; every rank calls it.
+  virtual std::shared_ptr<Communicator> duplicate() = 0;
+  // The ranks that give the same color, in the order of their ranks here. Blocks; every rank calls it.
+  virtual std::shared_ptr<Communicator> split(int color) = 0;
+  virtual void check() const = 0;  // throws what has been latched
+  // This rank gives up: everything under way ends with an error here, and at the other ranks with one that names this
+  // rank and `reason`, where the transport can carry it. Any thread, any number of times.
+  virtual void abort(std::string_view reason) noexcept = 0;
 };
 
 std::shared_ptr<Communicator> make_single_communicator();

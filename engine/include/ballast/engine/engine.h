@@ -22,6 +22,8 @@
 
 namespace ballast {
 
+class Communicator;  // <ballast/engine/communicator.h>
+
 struct UnitId {
   std::uint32_t index = 0;
   friend bool operator==(UnitId, UnitId) = default;
@@ -174,7 +176,7 @@ struct ExpectedAccess {
 struct EngineEnvironment {
   std::function<void(LogLevel, std::string_view)> log;  // one line, no newline; empty: silence
   std::shared_ptr<void> device;                         // an offload::Device of the trainer's
-  std::shared_ptr<void> communicator;                   // an engine Communicator of the trainer's
+  std::shared_ptr<Communicator> communicator;           // of the trainer's own
   std::shared_ptr<void> test_hooks;                     // for the engine's own tests
 };
 
