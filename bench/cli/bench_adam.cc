@@ -19,6 +19,7 @@
 #include <memory>
 #include <vector>
 
+#include "cli/interrupt.h"
 #include "micro/yardsticks.h"
 
 namespace ballast::cli {
@@ -157,6 +158,7 @@ class Bench {
 
   template <class Body>
   void in_parallel(const Body& body) {
+    InterruptGuard::check();
     offload::parallel_for(*pool_, arrays_.count(), kGrain, body);
   }
   template <class Body>

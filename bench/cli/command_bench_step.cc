@@ -56,6 +56,7 @@ class SyntheticModel {
 
   void initialize() {
     engine_.initialize([this](ParameterId id, std::int64_t first, std::span<float> values) {
+      InterruptGuard::check();
       const std::uint64_t key = base::random_at(seed_, (std::uint64_t{id.unit} << 16) | id.index);
       for (std::size_t i = 0; i < values.size(); ++i) {
         const std::uint64_t bits = base::mix(key + static_cast<std::uint64_t>(first) + i);
@@ -202,7 +203,6 @@ int run(const Options& options) {
   record.steady_begin = plan;
   std::vector<double> ratios, raw_rates;
   const auto steps = static_cast<std::size_t>(options.steps);
-  const InterruptGuard guard;
   for (std::size_t i = 0; i < steps;) {
     // The first steps warm up, alone; then as many in a row as a pair takes.
     const bool warm = i >= warm_up_steps(steps);
@@ -214,7 +214,7 @@ int run(const Options& options) {
     const std::uint64_t before = nvme_bytes(engine.report());
     double seconds = 0;
     for (std::size_t k = 0; k < count; ++k, ++i) {
-      if (const int signal = InterruptGuard::signal_seen(); signal != 0) return 128 + signal;
+      InterruptGuard::check();
       const Clock::time_point begin = Clock::now();
       StepRecord step = model.step();
       step.seconds = std::chrono::duration<double>(Clock::now() - begin).count();

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 
 #include "command.h"
 #include "display.h"
@@ -136,17 +137,16 @@ std::string progress_line(std::uint64_t done, std::int64_t steps, const StepReco
   return text;
 }
 
-// Runs the steps; the signal that ended them early, or 0.
-int run_steps(const Options& options, Engine& engine, gpt::GptTrainer& trainer, LineLog& log, Progress& progress,
-              RunRecord* record) {
+// Runs the steps. Throws Interrupted between two of them.
+void run_steps(const Options& options, Engine& engine, gpt::GptTrainer& trainer, LineLog& log, Progress& progress,
+               RunRecord* record) {
   const std::size_t steps = static_cast<std::size_t>(options.steps);
-  const InterruptGuard guard;
   const Clock::time_point begin = Clock::now();
   const auto since = [](Clock::time_point from) { return std::chrono::duration<double>(Clock::now() - from).count(); };
   record->steady_begin = engine.report();
   record->steps.reserve(steps);
   for (std::size_t i = 0; i < steps; ++i) {
-    if (InterruptGuard::signal_seen() != 0) return InterruptGuard::signal_seen();
+    InterruptGuard::check();
     if (i == warm_up_steps(steps)) record->steady_begin = report_at_rest(engine);
     const Clock::time_point step_begin = Clock::now();
     const gpt::StepResult result = trainer.step(i, options.learning_rate);
@@ -158,7 +158,6 @@ int run_steps(const Options& options, Engine& engine, gpt::GptTrainer& trainer, 
   record->timed_end = engine.report();
   record->end = report_at_rest(engine);
   engine.settle();  // the last step's pending updates may still fail
-  return 0;
 }
 
 int run(const Options& options) {
@@ -187,17 +186,21 @@ int run(const Options& options) {
   Engine engine(config, environment);
   gpt::GptTrainer trainer(engine, shape, settings, data);
   engine.commit();
-  engine.initialize(trainer.fill());
+  engine.initialize([fill = trainer.fill()](ParameterId parameter, std::int64_t first, std::span<float> values) {
+    InterruptGuard::check();
+    fill(parameter, first, values);
+  });
   RunRecord record;
   record.tokens_per_step = trainer.tokens_per_step();
   const Report plan = engine.report();
   print_opening(options, plan, *data, trainer);
   if (plan.nvme_stored_bytes > 0) record.rates = rates_of(config, plan.io_backend);
 
-  if (const int signal = run_steps(options, engine, trainer, log, progress, &record); signal != 0) {
+  try {
+    run_steps(options, engine, trainer, log, progress, &record);
+  } catch (const Interrupted& interrupted) {
     progress.finish();
-    std::fprintf(stderr, "ballast: interrupted after step %zu\n", record.steps.size());
-    return 128 + signal;
+    throw Interrupted(interrupted.signal(), " after step " + std::to_string(record.steps.size()));
   }
   print_closing(record);
   if (trace_file.wanted()) {

@@ -11,28 +11,26 @@ volatile sig_atomic_t seen = 0;
 
 void remember(int signal) { seen = signal; }
 
-void install(int signal, struct sigaction* before) {
-  BALLAST_CHECK(::sigaction(signal, nullptr, before) == 0);
-  if (before->sa_handler == SIG_IGN) return;
-  struct sigaction ours {};
-  ours.sa_handler = remember;
-  ours.sa_flags = SA_RESTART | SA_RESETHAND;
-  BALLAST_CHECK(::sigaction(signal, &ours, nullptr) == 0);
-}
-
 }  // namespace
 
 InterruptGuard::InterruptGuard() {
   seen = 0;
-  install(SIGINT, &interrupt_);
-  install(SIGTERM, &terminate_);
+  for (std::size_t i = 0; i < kSignals.size(); ++i) {
+    BALLAST_CHECK(::sigaction(kSignals[i], nullptr, &before_[i]) == 0);
+    if (before_[i].sa_handler == SIG_IGN) continue;
+    struct sigaction ours {};
+    ours.sa_handler = remember;
+    ours.sa_flags = SA_RESTART | SA_RESETHAND;
+    BALLAST_CHECK(::sigaction(kSignals[i], &ours, nullptr) == 0);
+  }
 }
 
 InterruptGuard::~InterruptGuard() {
-  ::sigaction(SIGINT, &interrupt_, nullptr);
-  ::sigaction(SIGTERM, &terminate_, nullptr);
+  for (std::size_t i = 0; i < kSignals.size(); ++i) ::sigaction(kSignals[i], &before_[i], nullptr);
 }
 
-int InterruptGuard::signal_seen() { return seen; }
+void InterruptGuard::check() {
+  if (seen != 0) throw Interrupted(seen);
+}
 
 }  // namespace ballast::cli

@@ -11,6 +11,7 @@
 #include <new>
 
 #include "command.h"
+#include "interrupt.h"
 
 namespace ballast::cli {
 namespace {
@@ -47,6 +48,7 @@ int run(int argc, char** argv) {
     const std::string what = unknown.empty() ? error.what() : "unknown argument \"" + unknown.front() + "\"";
     return fail(2, what + " (see ballast --help)");
   }
+  const InterruptGuard guard;
   for (const Command& command : commands)
     if (command.parser->parsed()) return command.run();
   return fail(2, "no such subcommand");
@@ -58,6 +60,8 @@ int run_and_report(int argc, char** argv) {
     // A full disk behind a redirected standard output shows here at the latest.
     if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) return fail(1, "cannot write to standard output");
     return status;
+  } catch (const Interrupted& interrupted) {
+    return fail(128 + interrupted.signal(), interrupted.what());
   } catch (const ConfigError& error) {
     return fail(2, error.what());
   } catch (const PlanError& error) {
@@ -78,5 +82,7 @@ int main(int argc, char** argv) {
   mallopt(M_TRIM_THRESHOLD, INT_MAX);
   // A reader of our output that goes away is an error of that write, not the end of the process.
   std::signal(SIGPIPE, SIG_IGN);
+  // So is a file that would grow beyond a limit on its size.
+  std::signal(SIGXFSZ, SIG_IGN);
   return ballast::cli::run_and_report(argc, argv);
 }

@@ -23,6 +23,8 @@
 #include <optional>
 #include <utility>
 
+#include "interrupt.h"
+
 namespace ballast::cli {
 namespace {
 
@@ -174,6 +176,7 @@ struct StorageBench::Implementation {
       fill(lane, orders.back(), pattern);
     }
     for (bool busy = true; busy;) {
+      InterruptGuard::check();
       busy = false;
       std::size_t count = 0;
       for (std::size_t i = 0; i < lanes.size(); ++i) {

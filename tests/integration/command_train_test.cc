@@ -173,6 +173,38 @@ TEST_F(Training, AnInterruptEndsItBetweenStepsAndLeavesNothing) {
   }
 }
 
+// Whatever it is doing: starting, filling parameters in, measuring rates, training.
+TEST_F(Training, ASignalAtAnyMomentLeavesNothing) {
+  const std::string out = scratch_.path() + "/out";
+  const std::string engine = source_path("configs/engine/nvme.json");
+  const std::string model = source_path("configs/models/gpt-10m.json");
+  const std::string states = "nvme.paths=" + out + "/states";
+  const std::vector<Arguments> commands = {
+      {"train",   "--model", model,        "--engine", engine,     "--data", data_,
+       "--steps", "1000000", "--sequence", "16",       "--batch",  "1",      "--set",
+       states,    "--json",  out + "/j",   "--trace",  out + "/t", "--log",  out + "/l"},
+      {"bench", "step", "--model", model, "--engine", engine, "--steps", "1000000", "--set", states, "--json",
+       out + "/j", "--trace", out + "/t"},
+      {"bench", "io", "--path", out + "/states/deeper", "--size", "16GiB", "--block-size", "4KiB", "--queue-depth", "1",
+       "--json", out + "/j"},
+      {"bench", "adam", "--parameters", "33554432", "--json", out + "/j"}};
+  for (const Arguments& command : commands) {
+    for (const auto& [after_ms, signal] : {std::pair(4, SIGTERM), std::pair(25, SIGINT), std::pair(60, SIGHUP),
+                                           std::pair(150, SIGTERM), std::pair(350, SIGINT), std::pair(700, SIGTERM)}) {
+      SCOPED_TRACE(command[0] + " " + command[1] + " after " + std::to_string(after_ms) + " ms");
+      std::filesystem::create_directory(out);
+      const CommandResult result = run_command(command, {}, after_ms, signal);
+      EXPECT_EQ(result.status, 128 + signal) << result.error;
+      EXPECT_LE(result.error_lines().size(), 1u) << result.error;
+      std::vector<std::string> left;
+      for (const auto& entry : std::filesystem::recursive_directory_iterator(out)) left.push_back(entry.path());
+      std::erase(left, out + "/l");  // lines of steps that were done
+      EXPECT_THAT(left, IsEmpty());
+      std::filesystem::remove_all(out);
+    }
+  }
+}
+
 TEST_F(Training, AFullStandardOutputIsAnError) {
   if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "there is no /dev/full here";
   const CommandResult result = run_command(train("host", {"--steps", "1", "--json", "/dev/full"}));
