@@ -130,7 +130,6 @@ std::string_view to_string(Timing timing) {
 void Config::validate() const {
   require(zero_stage >= 0 && zero_stage <= 3, "zero_stage must be from 0 to 3, not " + std::to_string(zero_stage));
   one_of("device", device, {"auto", "host", "cuda"});
-  require(device != "cuda", "device: this build has no \"cuda\"; use \"auto\" or \"host\"");
   require(budget.device_bytes > 0, "budget.device must be above 0");
   require(budget.host_bytes > 0, "budget.host must be above 0");
   validate_nvme(nvme);

@@ -182,6 +182,9 @@ void Engine::read_moments(ParameterId id, std::int64_t first_element, std::span<
 std::uint64_t Engine::step_count(ParameterId id) { return implementation_->step_count(id); }
 Stream Engine::stream() const { return implementation_->stream(); }
 Stream Engine::make_stream(std::string_view name) { return implementation_->make_stream(name); }
+Stream Engine::adopt_stream(void* native_handle, std::string_view name) {
+  return implementation_->adopt_stream(native_handle, name);
+}
 std::uint64_t Engine::layout_generation() const { return implementation_->layout_generation(); }
 Report Engine::report() const { return implementation_->report(); }
 void Engine::write_trace(const std::string& path) const { implementation_->write_trace(path); }

@@ -45,6 +45,7 @@ class EngineImplementation {
   std::uint64_t step_count(ParameterId id) const;
   Stream stream() const;
   Stream make_stream(std::string_view name);
+  Stream adopt_stream(void* native_handle, std::string_view name);
   std::uint64_t layout_generation() const { return layout_generation_; }
   Report report();
   void write_trace(const std::string& path);
@@ -156,6 +157,7 @@ class EngineImplementation {
   bool last_pass_of_step() const;
 
   static void on_gate(void* self, std::uint64_t lease);
+  static void on_other_gate(void* self, std::uint64_t lease);
   static void on_release(void* self, std::uint64_t lease);
   static void on_commit(void* self, std::uint64_t lease);
   void committed(std::uint64_t lease_id);

@@ -220,17 +220,25 @@ GradientLease EngineImplementation::gradients(UnitId unit, Stream stream) {
   const schedule::Index entry = open(lock, unit.index, true);
   const std::uint64_t id = new_lease(unit.index, true, entry, &on);
   lease_of(id).opening = recorder_.open(unit.index, true);
-  lease_of(id).gated = true;
+  const schedule::Scheduler& scheduler = executor_->scheduler();
+  const bool ready = scheduler.ready(entry) && !scheduler.unit_update_due(unit.index);
+  lease_of(id).gated = !ready;
+  std::byte* const scratch = executor_->window() + scheduler.device_offset(entry);
   executor_->wake();
   lock.unlock();
-  on.call({&EngineImplementation::on_gate, this, id});
+  if (!ready) on.call({&EngineImplementation::on_gate, this, id});
+  // What lies between a unit's gradients counts as zero.
+  const std::uint64_t bytes = element_bytes(config_.precision.gradients);
+  for (const engine::Gap& gap : plan_.layout.units[unit.index].gradient_gaps) {
+    on.fill_zero(scratch + gap.begin * bytes, gap.count * bytes);
+  }
   GradientLease lease;
   lease.engine_ = this;
   lease.id_ = id;
   return lease;
 }
 
-// On a stream: holds it until the entry is ready; clears what lies between a unit's gradients.
+// On a stream: holds it until the entry is ready.
 void EngineImplementation::on_gate(void* self, std::uint64_t id) {
   auto& engine = *static_cast<EngineImplementation*>(self);
   Lock lock(engine.executor_->mutex());
@@ -239,15 +247,15 @@ void EngineImplementation::on_gate(void* self, std::uint64_t id) {
   const auto open = [&] {
     return scheduler.ready(lease.entry) && !(lease.gradient && scheduler.unit_update_due(lease.unit));
   };
-  if (engine.executor_->wait_on_stream(lock, open) && lease.gradient) {
-    std::byte* const scratch = engine.executor_->window() + scheduler.device_offset(lease.entry);
-    const UnitLayout& unit = engine.plan_.layout.units[lease.unit];
-    const std::uint64_t bytes = element_bytes(engine.config_.precision.gradients);
-    lock.unlock();
-    for (const engine::Gap& gap : unit.gradient_gaps) std::memset(scratch + gap.begin * bytes, 0, gap.count * bytes);
-    lock.lock();
-  }
+  engine.executor_->wait_on_stream(lock, open);
   engine.pass_gate(lease);
+}
+
+// On a stream other than the lease's: holds it until that one has let the lease through.
+void EngineImplementation::on_other_gate(void* self, std::uint64_t id) {
+  auto& engine = *static_cast<EngineImplementation*>(self);
+  Lock lock(engine.executor_->mutex());
+  engine.wait_for_gate(lock, engine.lease_of(id));
 }
 
 // --- what a lease shows ----------------------------------------------------------------------------------------------
@@ -295,7 +303,7 @@ void EngineImplementation::release_parameters(std::uint64_t id, Stream* stream) 
     executor_->scheduler().note_release_requested(lease.entry);
     if (lease.pass == pass_.serial) recorder_.close(lease.opening);
   }
-  on->call({&EngineImplementation::on_release, this, id});
+  on->notify({&EngineImplementation::on_release, this, id});
 }
 
 void EngineImplementation::discard_gradients(std::uint64_t id) { release_parameters(id, nullptr); }
@@ -323,9 +331,13 @@ void EngineImplementation::mark_absent(std::uint64_t id, ParameterId parameter) 
 
 void EngineImplementation::commit_gradients(std::uint64_t id, Stream stream, bool partial) {
   offload::Stream& on = stream_of(stream);
+  std::byte* scratch = nullptr;
+  bool other_stream = false;
   {
     Lock lock(executor_->mutex());
     Lease& lease = lease_of(id);
+    scratch = executor_->window() + executor_->scheduler().device_offset(lease.entry);
+    other_stream = lease.gated && lease.stream != &on;
     UnitState& state = units_[lease.unit];
     if (!plan_.stored_gradients[lease.unit] && (partial || !last_pass_of_step())) {
       const std::string& name = plan_.layout.units[lease.unit].name;
@@ -345,7 +357,17 @@ void EngineImplementation::commit_gradients(std::uint64_t id, Stream stream, boo
     if (lease.pass == pass_.serial) recorder_.close(lease.opening, !partial);
     ++commits_pending_;
   }
-  on.call({&EngineImplementation::on_commit, this, id});
+  // Absent parameters add nothing; their scratch holds anything. Only this thread changes the list.
+  const std::vector<std::uint8_t>& absent = lease_of(id).absent;
+  if (!absent.empty()) {
+    if (other_stream) on.call({&EngineImplementation::on_other_gate, this, id});
+    const UnitLayout& unit = plan_.layout.units[lease_of(id).unit];
+    const std::uint64_t bytes = element_bytes(config_.precision.gradients);
+    for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
+      if (absent[p]) on.fill_zero(scratch + unit.parameters[p].begin * bytes, unit.parameters[p].elements * bytes);
+    }
+  }
+  on.notify({&EngineImplementation::on_commit, this, id});
 }
 
 void EngineImplementation::on_commit(void* self, std::uint64_t id) {
@@ -360,17 +382,6 @@ void EngineImplementation::committed(std::uint64_t id) {
   const UnitLayout& unit = plan_.layout.units[lease.unit];
   UnitState& state = units_[lease.unit];
   schedule::Scheduler& scheduler = executor_->scheduler();
-  const std::uint64_t bytes = element_bytes(config_.precision.gradients);
-  if (!executor_->failed(lock) && !lease.absent.empty()) {
-    // Absent parameters add nothing; their scratch holds anything.
-    std::byte* const scratch = executor_->window() + scheduler.device_offset(lease.entry);
-    lock.unlock();
-    for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
-      if (lease.absent[p])
-        std::memset(scratch + unit.parameters[p].begin * bytes, 0, unit.parameters[p].elements * bytes);
-    }
-    lock.lock();
-  }
   if (!executor_->failed(lock)) {
     for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
       if (unit.parameters[p].trainable && (lease.absent.empty() || !lease.absent[p])) state.present[p] = 1;

@@ -3,6 +3,7 @@
 #include <ballast/base/check.h>
 #include <ballast/base/size.h>
 #include <ballast/kernels/convert.h>
+#include <ballast/offload/device_registry.h>
 
 #include <algorithm>
 #include <cmath>
@@ -91,6 +92,10 @@ EngineImplementation::EngineImplementation(const Config& config, EngineEnvironme
   hooks_ = static_cast<engine::TestHooks*>(environment_.test_hooks.get());
   if (environment_.device) {
     device_ = std::static_pointer_cast<offload::Device>(environment_.device);
+  } else if (const std::string kind = config_.device == "auto" ? offload::automatic_device() : config_.device;
+             kind != "host") {
+    const bool threads = environment_.communicator && environment_.communicator->name() == "in-process";
+    device_ = offload::device_backend(kind).make(threads ? environment_.communicator->rank() : -1);
   } else {
     offload::HostDeviceOptions options;
     options.capacity_bytes = config_.budget.device_bytes;
@@ -370,6 +375,13 @@ Stream EngineImplementation::stream() const {
 
 Stream EngineImplementation::make_stream(std::string_view name) {
   streams_.push_back(device_->make_stream(name));
+  Stream stream;
+  stream.stream_ = streams_.back().get();
+  return stream;
+}
+
+Stream EngineImplementation::adopt_stream(void* native_handle, std::string_view name) {
+  streams_.push_back(device_->adopt_stream(native_handle, name));
   Stream stream;
   stream.stream_ = streams_.back().get();
   return stream;

@@ -109,6 +109,12 @@ std::string EngineImplementation::first_non_finite() const {
       const std::uint64_t begin = b * kernels::kSumBlock;
       const std::uint64_t end = begin + kernels::kSumBlock;
       const std::byte* store = executor_->gradient_store(c);
+      std::vector<std::byte> fetched;
+      if (store != nullptr && !device_->host_addressable() && plan_.placement[c].gradients == Tier::device) {
+        fetched.resize(chunk.elements * element_bytes(config_.precision.gradients));
+        executor_->copy_from_device(fetched.data(), store, fetched.size());
+        store = fetched.data();
+      }
       for (std::uint32_t s = chunk.first_segment; s < chunk.first_segment + chunk.segment_count; ++s) {
         const Segment& segment = plan_.layout.segments[s];
         const std::uint64_t from = std::max(begin, segment.begin);

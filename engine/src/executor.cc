@@ -117,7 +117,9 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
   if (plan.host_bytes > 0) {
     offload::HostSlabOptions options;
     options.bytes = plan.host_bytes;
-    options.numa_node = plan.uses_nvme ? offload::numa_node_of_path(config.nvme.paths.front()) : -1;
+    options.numa_node = device.numa_node() >= 0 ? device.numa_node()
+                        : plan.uses_nvme        ? offload::numa_node_of_path(config.nvme.paths.front())
+                                                : -1;
     slab_ = std::make_unique<offload::HostSlab>(options);
     const auto take = [&](const char* name, std::uint64_t bytes) -> std::byte* {
       return bytes == 0 ? nullptr : slab_->take(name, bytes, 64);
@@ -182,6 +184,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
   cpu_queue_.reserve(most);
   copy_in_ = device.make_stream("copy in");
   copy_out_ = device.make_stream("copy out");
+  open_device();
   cpu_thread_ = std::thread([this] { run_cpu_worker(); });
   engine_thread_ = std::thread([this] { run(); });
 }
@@ -202,6 +205,7 @@ Executor::~Executor() {
   cpu_thread_.join();
   copy_in_.reset();  // drains
   copy_out_.reset();
+  close_device();
   store_.reset();  // cancels, drains
 }
 
@@ -256,6 +260,7 @@ bool Executor::collect() {
   {
     const std::lock_guard<std::mutex> lock(completions_mutex_);
     completions_taken_.swap(completions_);
+    if (device_failure_) fail_locked(device_failure_);
   }
   bool any = !completions_taken_.empty();
   for (Work* work : completions_taken_) finish(*work);

@@ -116,6 +116,10 @@ class Executor {
   void load_chunk(std::uint32_t chunk, std::byte* extent);
   void save_chunk(std::uint32_t chunk, const std::byte* extent);
 
+  // Between memory of the device and of the host; blocks. As memcpy where the host can address the device.
+  void copy_from_device(void* destination, const void* source, std::uint64_t bytes);
+  void copy_to_device(void* destination, const void* source, std::uint64_t bytes);
+
   // Sums of squares of the chunk's last gradient, one per block; valid after its last contribution.
   std::span<const double> block_sums(std::uint32_t chunk) const;
 
@@ -160,6 +164,11 @@ class Executor {
   void run_cpu_worker();
   void do_update(const Work& work);
   void do_accumulate(const Work& work);
+  void open_device();  // of a device that the host cannot address: streams, pinned memory, failures
+  void close_device();
+  void update_states(const schedule::Action& action, const offload::ChunkArrays& arrays);
+  void add_to_store(const schedule::Action& action, const std::byte* contribution);
+  void square_sums(std::uint32_t chunk, const std::byte* total, bool on_device);
   void verify_fetched(const Work& work);
   void transfer_now(io::Direction direction, std::uint32_t chunk, std::byte* data, std::uint64_t bytes);
   std::exception_ptr transfer_failure(const io::Transfer& transfer) const;
@@ -213,6 +222,7 @@ class Executor {
 
   std::mutex completions_mutex_;
   std::vector<Work*> completions_, completions_taken_;
+  std::exception_ptr device_failure_;  // guarded by completions_mutex_
 
   std::mutex cpu_mutex_;
   std::condition_variable cpu_changed_;
@@ -220,6 +230,10 @@ class Executor {
   bool cpu_stopping_ = false;
 
   std::unique_ptr<offload::Stream> copy_in_, copy_out_;
+  // Where the host cannot address the device.
+  std::unique_ptr<offload::Stream> kernel_stream_;  // the CPU worker's
+  std::unique_ptr<offload::Stream> whole_stream_;   // of whole chunks for initial values and reading back
+  std::vector<std::byte> staged_states_;            // of a chunk whose states lie on both sides
   std::thread engine_thread_, cpu_thread_;
 };
 

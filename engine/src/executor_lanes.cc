@@ -131,10 +131,10 @@ void Executor::start_copy(Work& work) {
                     chunk.elements * gradient_bytes_);
   }
   offload::Stream& stream = action.task == Task::copy_in ? *copy_in_ : *copy_out_;
-  stream.call({[](void* context, std::uint64_t argument) {
-                 static_cast<Executor*>(context)->post(*reinterpret_cast<Work*>(argument));
-               },
-               this, reinterpret_cast<std::uintptr_t>(&work)});
+  stream.notify({[](void* context, std::uint64_t argument) {
+                   static_cast<Executor*>(context)->post(*reinterpret_cast<Work*>(argument));
+                 },
+                 this, reinterpret_cast<std::uintptr_t>(&work)});
 }
 
 std::string Executor::chunk_name(std::uint32_t chunk) const {
@@ -208,7 +208,7 @@ void Executor::do_update(const Work& work) {
     if (!update.present[segment.parameter]) continue;
     segments_.push_back({segment.begin, segment.count, update.scalars[segment.parameter]});
   }
-  offload::update_chunk(*pool_, a, segments_);
+  update_states(action, a);
   if (parameters_read)
     parameter_checksums_[action.chunk] = offload::checksum(*pool_, a.parameter, chunk.parameter_bytes);
   if (optimizer_read)
@@ -222,7 +222,7 @@ void Executor::do_accumulate(const Work& work) {
   const std::byte* total = store;
   if (plan_.placement[action.chunk].gradients == Tier::device) {
     const std::byte* scratch = window_ + action.device_offset + chunk.begin * gradient_bytes_;
-    offload::accumulate_chunk(*pool_, gradient_type_, store, scratch, chunk.elements, action.first);
+    add_to_store(action, scratch);
   } else if (store == nullptr) {
     total = slot_address(SlotKind::gradient, action.slot);
   } else if (!action.first) {
@@ -231,7 +231,7 @@ void Executor::do_accumulate(const Work& work) {
   }
   if (!action.last) return;
   double* sums = block_sums_.data() + chunk.first_block;
-  offload::sum_squares_chunk(*pool_, gradient_type_, total, chunk.elements, sums);
+  square_sums(action.chunk, total, plan_.placement[action.chunk].gradients == Tier::device);
   if (plan_.timing != Timing::eager) return;
   const std::uint64_t blocks = chunk.elements / kernels::kSumBlock;
   if (std::all_of(sums, sums + blocks, [](double sum) { return std::isfinite(sum); })) return;
@@ -278,8 +278,8 @@ void Executor::load_chunk(std::uint32_t chunk, std::byte* extent) {
   if (place.extent_bytes > 0) {
     transfer_now(io::Direction::read, chunk, place.parameters == Tier::nvme ? extent : optimizer, place.extent_bytes);
   }
-  if (const std::byte* base = parameter_base(chunk)) std::memcpy(extent, base, layout.parameter_bytes);
-  if (const std::byte* base = optimizer_base(chunk)) std::memcpy(optimizer, base, layout.optimizer_bytes());
+  if (const std::byte* base = parameter_base(chunk)) copy_from_device(extent, base, layout.parameter_bytes);
+  if (const std::byte* base = optimizer_base(chunk)) copy_from_device(optimizer, base, layout.optimizer_bytes());
   const bool parameters_good =
       place.parameters != Tier::nvme ||
       offload::checksum(*pool_serial_, extent, layout.parameter_bytes) == parameter_checksums_[chunk];
@@ -300,8 +300,8 @@ void Executor::save_chunk(std::uint32_t chunk, const std::byte* extent) {
   const ChunkLayout& layout = plan_.layout.chunks[chunk];
   const ChunkPlacement& place = plan_.placement[chunk];
   const std::byte* optimizer = extent + layout.parameter_bytes;
-  if (std::byte* base = parameter_base(chunk)) std::memcpy(base, extent, layout.parameter_bytes);
-  if (std::byte* base = optimizer_base(chunk)) std::memcpy(base, optimizer, layout.optimizer_bytes());
+  if (std::byte* base = parameter_base(chunk)) copy_to_device(base, extent, layout.parameter_bytes);
+  if (std::byte* base = optimizer_base(chunk)) copy_to_device(base, optimizer, layout.optimizer_bytes());
   parameter_checksums_[chunk] = offload::checksum(*pool_serial_, extent, layout.parameter_bytes);
   optimizer_checksums_[chunk] = offload::checksum(*pool_serial_, optimizer, layout.optimizer_bytes());
   if (place.extent_bytes == 0) return;

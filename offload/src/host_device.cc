@@ -58,6 +58,11 @@ class HostDevice final : public Device {
 
 }  // namespace
 
+std::unique_ptr<Stream> Device::adopt_stream(void*, std::string_view stream_name) {
+  throw UsageError("stream \"" + std::string(stream_name) + "\" cannot be adopted: the " + std::string(name()) +
+                   " device has no streams but its own (Engine::make_stream)");
+}
+
 std::unique_ptr<Device> make_host_device(const HostDeviceOptions& options) {
   return std::make_unique<HostDevice>(options);
 }

@@ -134,6 +134,14 @@ void HostStream::copy(void* destination, const void* source, std::size_t bytes) 
   });
 }
 
+void HostStream::fill_zero(void* destination, std::size_t bytes) {
+  push([&](Item& item) {
+    item.kind = Kind::zero;
+    item.destination = destination;
+    item.bytes = bytes;
+  });
+}
+
 void HostStream::call(HostCall host_call) {
   BALLAST_CHECK(host_call.function != nullptr);
   push([&](Item& item) {
@@ -186,6 +194,9 @@ void HostStream::run_item(Shared& shared, Item& item) {
     case Kind::copy:
       if (*shared.before_copy) (*shared.before_copy)(shared.name, item.bytes);
       if (item.bytes != 0) std::memcpy(item.destination, item.source, item.bytes);
+      return;
+    case Kind::zero:
+      if (item.bytes != 0) std::memset(item.destination, 0, item.bytes);
       return;
     case Kind::call:
       item.host_call.function(item.host_call.context, item.host_call.argument);

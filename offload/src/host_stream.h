@@ -68,6 +68,7 @@ class HostStream final : public Stream {
   ~HostStream() override;
 
   void copy(void* destination, const void* source, std::size_t bytes) override;
+  void fill_zero(void* destination, std::size_t bytes) override;
   void call(HostCall host_call) override;
   void enqueue(std::function<void()> work) override;
   void record(Event& event) override;
@@ -78,7 +79,7 @@ class HostStream final : public Stream {
   std::uint64_t closures() const override { return shared_->closures.load(std::memory_order_relaxed); }
 
  private:
-  enum class Kind : std::uint8_t { copy, call, closure, wait };
+  enum class Kind : std::uint8_t { copy, zero, call, closure, wait };
   struct Item {
     Kind kind = Kind::copy;
     void* destination = nullptr;

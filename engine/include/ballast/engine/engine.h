@@ -212,6 +212,9 @@ class Engine {
 
   Stream stream() const;  // the engine's own compute stream
   Stream make_stream(std::string_view name);
+  // The trainer's own stream (a cudaStream_t of the engine's device); it outlives the engine. UsageError on a device
+  // without such streams.
+  Stream adopt_stream(void* native_handle, std::string_view name);
   std::uint64_t layout_generation() const;          // addresses at a trace position are the same while this is
   Report report() const;                            // effective settings, bytes, times, peaks; cheap
   void write_trace(const std::string& path) const;  // what the last steps did, for Perfetto

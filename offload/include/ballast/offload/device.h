@@ -5,12 +5,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 
 namespace ballast::offload {
+
+class DeviceKernels;  // device_kernels.h
 
 // A point in a stream's work. Reusable: recording again moves it. Never recorded counts as reached.
 class Event {
@@ -35,8 +39,13 @@ class Stream {
   virtual ~Stream() = default;
   // Copies between any two places that the device can reach. Source and destination stay valid until the copy is done.
   virtual void copy(void* destination, const void* source, std::size_t bytes) = 0;
+  // Zeroes memory of the device.
+  virtual void fill_zero(void* destination, std::size_t bytes) = 0;
   // Calls on the host once everything before it is done; later work waits for its return.
   virtual void call(HostCall host_call) = 0;
+  // The same, but later work need not wait for it: cheaper where waiting for the host costs the device time. Calls and
+  // notifications of one stream run one after the other, in the order given.
+  virtual void notify(HostCall host_call) { call(host_call); }
   // A trainer's closure, in order; on the host device this is how it computes. An exception that escapes is latched and
   // rethrown by the next synchronize(). Throws UsageError on a device whose work is not host functions.
   virtual void enqueue(std::function<void()> work) = 0;
@@ -61,6 +70,23 @@ class Device {
   virtual bool host_addressable() const = 0;
   virtual std::unique_ptr<Stream> make_stream(std::string_view name) = 0;  // before the device is destroyed
   virtual std::unique_ptr<Event> make_event() = 0;
+
+  // What follows has an answer for devices on which there is nothing to do.
+
+  // The trainer's own stream (a cudaStream_t), not owned: it outlives the result. Throws UsageError on a device that
+  // has no such thing.
+  virtual std::unique_ptr<Stream> adopt_stream(void* native_handle, std::string_view name);
+  // Host memory that copies go to and from: pinned once, as a whole, so that they run at full speed and never block
+  // the caller. Throws PlanError with the numbers where it cannot be. Undone before the memory goes.
+  virtual void register_host_memory(std::span<std::byte> memory) { static_cast<void>(memory); }
+  virtual void unregister_host_memory(std::span<std::byte> memory) noexcept { static_cast<void>(memory); }
+  // The NUMA node that the device hangs on, or -1.
+  virtual int numa_node() const { return -1; }
+  // The optimizer's work on states in device memory; not null where the host cannot address it.
+  virtual DeviceKernels* kernels() { return nullptr; }
+  // Called once, from any thread, when the device has failed for good; before whatever waits for its work goes on (its
+  // results are then anything). An empty handler ends that. Not while another thread sets one.
+  virtual void set_failure_handler(std::function<void(std::exception_ptr)> handler) { static_cast<void>(handler); }
 };
 
 struct HostDeviceOptions {
