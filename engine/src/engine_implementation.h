@@ -90,8 +90,10 @@ class EngineImplementation {
     bool trainable = false;
     bool partial_open = false;               // partial commits wait for their last
     bool updated_eagerly = false;            // in the running step
+    bool opened = false;                     // its parameters, since the last decision
     std::vector<std::uint64_t> step_counts;  // per parameter
-    std::vector<std::uint8_t> present;       // per parameter, in the running step
+    std::vector<std::uint8_t> present;       // per parameter, in the running step, as its stream has got there
+    std::vector<std::uint8_t> requested;     // ... as the trainer has asked for it
     std::unique_ptr<bool[]> contributes;     // per chunk, scratch of a commit
   };
   struct Expected {
@@ -103,6 +105,7 @@ class EngineImplementation {
   class ExpectedQueue {
    public:
     bool empty() const { return head_ == items_.size(); }
+    std::size_t size() const { return items_.size() - head_; }
     const Expected& front() const { return items_[head_]; }
     void push_back(const Expected& expected) { items_.push_back(expected); }
     void pop_front() {
@@ -150,7 +153,13 @@ class EngineImplementation {
   void drop_expected();
   void sync_expected();
   int next_micro_batches() const { return pass_.options.micro_batches; }  // of the pass after this: as this one
-  void top_up();
+  void top_up(Lock& lock);
+  bool several_ranks() const { return plan_.partition.world_size > 1; }
+  void agree_on_presence();
+  void gather_elements(ParameterId id, std::int64_t first_element, std::span<float> values);
+  void agree_on_name(std::string& name);
+  double local_square_sum() const;
+  double gradient_divisor() const;
   schedule::Index append(std::uint32_t unit, bool gradient, std::uint64_t offset, const engine::Trace* trace,
                          std::size_t index, bool next_step, bool last_pass, bool leased);
   void force_updates(Lock& lock, std::uint32_t unit);
@@ -202,6 +211,7 @@ class EngineImplementation {
   std::uint64_t cancellations_seen_ = 0;
   std::pair<Pass, std::uint64_t> last_train_{Pass::train, 0};
   int expected_step_micro_batches_ = 1;
+  std::size_t most_expected_ = SIZE_MAX;  // several ranks: the same on all of them
   engine::TraceRecorder recorder_;
   std::uint64_t layout_generation_ = 1;
   std::uint64_t steps_updated_ = 0, steps_discarded_ = 0, acquires_ = 0, prefetched_ = 0, repairs_ = 0;

@@ -89,6 +89,7 @@ std::uint64_t EngineImplementation::place_on_demand(std::uint32_t unit, bool gra
   if (bytes == 0) return 0;
   if (!gradient && scheduler.copy_offset(unit, &copy)) return copy;
   for (bool held_only : {false, true}) {
+    if (!held_only && several_ranks()) continue;  // what has ended by now differs between them
     // Parameters from the bottom, gradients from the top, as in the compiled map.
     std::uint64_t at = gradient ? window - std::min(window, bytes) : 0;
     while (at + bytes <= window) {
@@ -151,7 +152,7 @@ schedule::Index EngineImplementation::open(Lock& lock, std::uint32_t unit, bool 
       expected_.pop_front();
       scheduler.lease(entry);
       ++prefetched_;
-      top_up();
+      top_up(lock);
       return entry;
     } else {
       ahead_pass_ = pass_.serial;
@@ -165,11 +166,11 @@ schedule::Index EngineImplementation::open(Lock& lock, std::uint32_t unit, bool 
     return entry != kNone;
   };
   if (!try_append()) {
-    drop_expected();
+    if (!several_ranks()) drop_expected();
     executor_->wait(lock, try_append);
   }
   sync_expected();
-  top_up();
+  top_up(lock);
   return entry;
 }
 
@@ -187,6 +188,7 @@ ParameterLease EngineImplementation::acquire(UnitId unit, Stream stream) {
   }
   ++acquires_;
   const schedule::Index entry = open(lock, unit.index, false);
+  units_[unit.index].opened = true;
   const std::uint64_t id = new_lease(unit.index, false, entry, &on);
   lease_of(id).opening = recorder_.open(unit.index, false);
   const bool ready = executor_->scheduler().ready(entry);
@@ -216,7 +218,9 @@ GradientLease EngineImplementation::gradients(UnitId unit, Stream stream) {
   }
   // The gradient of the step before is consumed by its update; it must not be overwritten before. The stream waits for
   // that; what no open lease has asked for is asked for here.
-  if (!executor_->scheduler().unit_updates_coming(unit.index)) force_updates(lock, unit.index);
+  // (Several ranks: whether the update is done by now differs between them, whether it has been asked for does not.)
+  if (several_ranks() ? !state.opened : !executor_->scheduler().unit_updates_coming(unit.index))
+    force_updates(lock, unit.index);
   const schedule::Index entry = open(lock, unit.index, true);
   const std::uint64_t id = new_lease(unit.index, true, entry, &on);
   lease_of(id).opening = recorder_.open(unit.index, true);
@@ -266,11 +270,8 @@ Tensor EngineImplementation::parameter_tensor(std::uint64_t id, ParameterId para
   const Lease& lease = lease_of(id);
   if (parameter.unit != lease.unit)
     throw UsageError("parameter " + layout.name + " belongs to another unit than this lease");
-  const UnitLayout& unit = plan_.layout.units[lease.unit];
-  std::byte* base = executor_->window() + executor_->scheduler().device_offset(lease.entry);
-  if (unit.chunk_count > 0 && plan_.placement[unit.first_chunk].parameters == Tier::device) {
-    base = executor_->parameter_base(unit.first_chunk);
-  }
+  std::byte* base = executor_->unit_parameters(lease.unit);
+  if (base == nullptr) base = executor_->window() + executor_->scheduler().device_offset(lease.entry);
   return {base + layout.device_offset, layout.dtype, layout.shape, static_cast<std::int64_t>(layout.elements)};
 }
 
@@ -348,12 +349,26 @@ void EngineImplementation::commit_gradients(std::uint64_t id, Stream stream, boo
           " contributes more than once in this step; with optimizer.timing eager, memory for its sum is planned at "
           "commit: declare the order with Engine::expect_order before it");
     }
+    const auto& parameters = plan_.layout.units[lease.unit].parameters;
+    bool all_requested = true;
+    for (std::size_t p = 0; p < parameters.size(); ++p) {
+      if (lease.absent.empty() || !lease.absent[p]) state.requested[p] = 1;
+      all_requested = all_requested && (!parameters[p].trainable || state.requested[p] != 0);
+    }
+    if (several_ranks() && plan_.timing == Timing::eager && !partial && last_pass_of_step() && !all_requested) {
+      const std::string& name = plan_.layout.units[lease.unit].name;
+      lock.unlock();
+      discard_gradients(id);
+      throw UsageError("unit " + name +
+                       " has a parameter without a gradient; with several ranks and optimizer.timing eager the ranks "
+                       "cannot agree on that in time: use just_in_time or after_backward");
+    }
     lease.committed = true;
     lease.partial = partial;
     lease.last = !partial && last_pass_of_step();
     state.partial_open = partial;
     if (lease.last && plan_.timing == Timing::eager) state.updated_eagerly = true;
-    executor_->scheduler().note_release_requested(lease.entry);
+    executor_->scheduler().note_commit_requested(lease.entry);
     if (lease.pass == pass_.serial) recorder_.close(lease.opening, !partial);
     ++commits_pending_;
   }
@@ -388,7 +403,7 @@ void EngineImplementation::committed(std::uint64_t id) {
     }
     for (std::uint32_t i = 0; i < unit.chunk_count; ++i) {
       const ChunkLayout& chunk = plan_.layout.chunks[unit.first_chunk + i];
-      bool contributes = false;
+      bool contributes = chunk.trainable && several_ranks();  // another rank may have a gradient where this has none
       for (std::uint32_t s = chunk.first_segment; s < chunk.first_segment + chunk.segment_count && !contributes; ++s) {
         const std::uint32_t p = plan_.layout.segments[s].parameter;
         contributes = chunk.trainable && (lease.absent.empty() || !lease.absent[p]);
@@ -397,9 +412,9 @@ void EngineImplementation::committed(std::uint64_t id) {
       if (contributes) chunk_contributed_[unit.first_chunk + i] = 1;
     }
     const bool eager = lease.last && plan_.timing == Timing::eager;
-    if (eager) prepare_update(lease.unit, 1.0 / (step_.options.micro_batches * loss_scaler_.scale()));
+    if (eager) prepare_update(lease.unit, 1.0 / gradient_divisor());
     scheduler.commit_gradients(lease.entry, {state.contributes.get(), unit.chunk_count}, lease.last, eager);
-    if (eager) {
+    if (eager && !several_ranks()) {  // several ranks: in update(), where all of them are at the same point
       const bool queued = scheduler.append_eager_updates(lease.unit);
       BALLAST_CHECK(queued);
     }

@@ -107,6 +107,16 @@ EngineImplementation::EngineImplementation(const Config& config, EngineEnvironme
 }
 
 EngineImplementation::~EngineImplementation() {
+  if (executor_ && several_ranks()) {
+    // Collectives that the other ranks have begun or will begin are joined; the communicator ends this wait at last.
+    try {
+      Lock lock(executor_->mutex());
+      drop_expected();
+      executor_->wait(lock, [&] { return executor_->scheduler().collectives_over(); });
+    } catch (...) {
+      // The failure has been reported where it was first seen, or the engine goes down with it.
+    }
+  }
   if (executor_) executor_->begin_closing();
   streams_.clear();  // drains the trainer's work while all memory is still there
   executor_.reset();
@@ -141,6 +151,7 @@ UnitId EngineImplementation::add_unit(std::string name, std::vector<ParameterSpe
   state.trainable = trainable;
   state.step_counts.assign(parameters.size(), 0);
   state.present.assign(parameters.size(), 0);
+  state.requested.assign(parameters.size(), 0);
   specs_.push_back({std::move(name), std::move(parameters)});
   return {static_cast<std::uint32_t>(specs_.size() - 1)};
 }
@@ -169,6 +180,8 @@ void EngineImplementation::commit() {
   if (specs_.empty()) throw UsageError("Engine::commit without any unit");
   engine::PlanInputs inputs;
   inputs.micro_batches = expected_micro_batches_;
+  inputs.world_size = communicator_->world_size();
+  inputs.rank = communicator_->rank();
   if (expected_order_.empty()) {
     std::vector<bool> trainable;
     for (const UnitState& unit : units_) trainable.push_back(unit.trainable);
@@ -233,8 +246,15 @@ void EngineImplementation::commit() {
     most_chunks = std::max<std::uint64_t>(most_chunks, unit.chunk_count);
   limits.entries = static_cast<schedule::Index>(2 * inputs.openings.size() + 64);
   limits.jobs = static_cast<schedule::Index>(3 * jobs + 6 * most_chunks + 64);
+  if (several_ranks()) {
+    // What is appended ahead is counted, so that it is the same on all ranks; the tables have room for it.
+    most_expected_ = inputs.openings.size();
+    limits.entries += static_cast<schedule::Index>(inputs.openings.size());
+    limits.jobs += static_cast<schedule::Index>(3 * jobs);
+  }
 
-  executor_ = std::make_unique<engine::Executor>(plan_, config_, *device_, limits, environment_.log, hooks_);
+  executor_ =
+      std::make_unique<engine::Executor>(plan_, config_, *device_, *communicator_, limits, environment_.log, hooks_);
   for (std::size_t u = 0; u < units_.size(); ++u) {
     units_[u].contributes = std::make_unique<bool[]>(plan_.layout.units[u].chunk_count);
   }
@@ -316,7 +336,7 @@ void EngineImplementation::visit_elements(ParameterId id, std::int64_t first_ele
     }
   }
   Lock lock(executor_->mutex());
-  top_up();
+  top_up(lock);
   executor_->wake();
 }
 
@@ -333,6 +353,28 @@ void EngineImplementation::read(ParameterId id, std::int64_t first_element, std:
                    std::copy_n(whole.begin() + static_cast<std::ptrdiff_t>(first), count,
                                values.begin() + static_cast<std::ptrdiff_t>(done));
                  });
+  gather_elements(id, first_element, values);
+}
+
+// Completes a range of a parameter of which this rank has filled in the elements that it stores.
+void EngineImplementation::gather_elements(ParameterId id, std::int64_t first_element, std::span<float> values) {
+  if (!several_ranks() || plan_.partition.all_shards) return;
+  const UnitLayout& unit = plan_.layout.units[id.unit];
+  const ParameterLayout& parameter = unit.parameters[id.index];
+  const auto section = std::find_if(unit.sections.rbegin(), unit.sections.rend(),
+                                    [&](const engine::Section& each) { return each.begin <= parameter.begin; });
+  constexpr std::size_t kPiece = std::size_t{256} << 10;  // elements
+  std::vector<float> all;
+  for (std::size_t begin = 0; begin < values.size(); begin += kPiece) {
+    const std::span<float> piece = values.subspan(begin, std::min(kPiece, values.size() - begin));
+    all.resize(piece.size() * plan_.partition.world_size);
+    communicator_->all_gather(std::as_bytes(piece), std::as_writable_bytes(std::span<float>(all)));
+    for (std::size_t i = 0; i < piece.size(); ++i) {
+      const std::uint64_t element =
+          parameter.begin - section->begin + static_cast<std::uint64_t>(first_element) + begin + i;
+      piece[i] = all[element / section->shard_elements * piece.size() + i];
+    }
+  }
 }
 
 void EngineImplementation::read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg,
@@ -357,6 +399,8 @@ void EngineImplementation::read_moments(ParameterId id, std::int64_t first_eleme
                      moments += chunk.moment_bytes;
                    }
                  });
+  gather_elements(id, first_element, exp_avg);
+  gather_elements(id, first_element, exp_avg_sq);
 }
 
 std::uint64_t EngineImplementation::step_count(ParameterId id) const {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "engine_implementation.h"
 
@@ -54,9 +55,10 @@ Step EngineImplementation::begin_step(StepOptions options) {
   for (UnitState& unit : units_) {
     unit.updated_eagerly = false;
     std::fill(unit.present.begin(), unit.present.end(), 0);
+    std::fill(unit.requested.begin(), unit.requested.end(), 0);
   }
   std::fill(chunk_contributed_.begin(), chunk_contributed_.end(), 0);
-  top_up();
+  top_up(lock);
   executor_->wake();
   Step step;
   step.engine_ = this;
@@ -78,24 +80,83 @@ GradientNorm EngineImplementation::finish_backward() {
     if (!units_[u].partial_open) continue;
     throw UsageError("unit " + plan_.layout.units[u].name + " has partial gradients whose commit is missing");
   }
-  // The order of the sum is that of units and blocks, whatever the order of arrival.
-  double sum = 0;
-  for (std::uint32_t c = 0; c < chunk_contributed_.size(); ++c) {
-    if (!chunk_contributed_[c]) continue;
-    for (double block : executor_->block_sums(c)) sum += block;
-  }
-  communicator_->all_reduce_sum({&sum, 1});
+  double sum = local_square_sum();
   GradientNorm norm;
-  norm.value = std::sqrt(sum) / (step_.options.micro_batches * loss_scaler_.scale());
+  if (several_ranks()) {
+    lock.unlock();
+    try {
+      if (config_.zero_stage > 0) communicator_->all_reduce_sum({&sum, 1});
+      agree_on_presence();
+    } catch (...) {
+      executor_->fail(std::current_exception());
+      throw;
+    }
+    lock.lock();
+  }
+  norm.value = std::sqrt(sum) / gradient_divisor();
   norm.finite = std::isfinite(sum);
   if (!norm.finite) {
     norm.non_finite_parameter = first_non_finite();
+    lock.unlock();
+    if (several_ranks()) agree_on_name(norm.non_finite_parameter);
+    lock.lock();
   } else if (config_.optimizer.clip_global_norm && norm.value > *config_.optimizer.clip_global_norm) {
     norm.clip_factor = *config_.optimizer.clip_global_norm / norm.value;
   }
   step_.norm = norm;
   step_.finished_backward = true;
   return norm;
+}
+
+// What the sum of the gradients over micro-batches and ranks is divided by.
+double EngineImplementation::gradient_divisor() const {
+  return static_cast<double>(step_.options.micro_batches) * plan_.partition.world_size * loss_scaler_.scale();
+}
+
+// The order of the sum is that of shards, units and blocks, whatever the order of arrival and whoever stores them.
+double EngineImplementation::local_square_sum() const {
+  double sum = 0;
+  for (std::uint32_t shard = 0; shard < plan_.partition.world_size; ++shard) {
+    if (!plan_.partition.stores(shard)) continue;
+    double shard_sum = 0;
+    for (std::uint32_t c = 0; c < chunk_contributed_.size(); ++c) {
+      if (!chunk_contributed_[c] || plan_.layout.chunks[c].shard != shard) continue;
+      for (double block : executor_->block_sums(c)) shard_sum += block;
+    }
+    sum += shard_sum;
+  }
+  return sum;
+}
+
+// A parameter has a gradient where any rank has one. One small exchange as long as none is absent anywhere.
+void EngineImplementation::agree_on_presence() {
+  const auto any_absent = [](const UnitState& unit) {
+    return unit.trainable && std::find(unit.present.begin(), unit.present.end(), 0) != unit.present.end();
+  };
+  double absent = std::any_of(units_.begin(), units_.end(), any_absent) ? 1 : 0;
+  communicator_->all_reduce_sum({&absent, 1});
+  if (absent == 0) return;
+  std::vector<double> present;
+  for (const UnitState& unit : units_) present.insert(present.end(), unit.present.begin(), unit.present.end());
+  communicator_->all_reduce_sum(present);
+  std::size_t at = 0;
+  for (UnitState& unit : units_) {
+    for (std::uint8_t& each : unit.present) each = present[at++] > 0 ? 1 : 0;
+  }
+}
+
+// The first rank that knows one names it for all.
+void EngineImplementation::agree_on_name(std::string& name) {
+  constexpr std::size_t kBytes = 256;
+  std::vector<std::byte> mine(kBytes), all(kBytes * plan_.partition.world_size);
+  std::memcpy(mine.data(), name.data(), std::min(name.size(), kBytes - 1));
+  communicator_->all_gather(mine, all);
+  for (std::size_t rank = 0; rank < plan_.partition.world_size; ++rank) {
+    const auto* text = reinterpret_cast<const char*>(all.data() + rank * kBytes);
+    if (*text == 0) continue;
+    name = text;
+    return;
+  }
 }
 
 std::string EngineImplementation::first_non_finite() const {
@@ -172,7 +233,7 @@ void EngineImplementation::update() {
   executor_->check(lock);
   schedule::Scheduler& scheduler = executor_->scheduler();
   if (plan_.timing != Timing::eager) {
-    const double scale = step_.norm.clip_factor / (step_.options.micro_batches * loss_scaler_.scale());
+    const double scale = step_.norm.clip_factor / gradient_divisor();
     for (std::uint32_t u = 0; u < units_.size(); ++u) {
       if (std::any_of(units_[u].present.begin(), units_[u].present.end(), [](std::uint8_t p) { return p != 0; })) {
         prepare_update(u, scale);
@@ -184,6 +245,12 @@ void EngineImplementation::update() {
   step_.active = false;
   ++steps_updated_;
   loss_scaler_.good_step();
+  for (UnitState& unit : units_) unit.opened = false;
+  if (plan_.timing == Timing::eager && several_ranks()) {
+    for (std::uint32_t u = 0; u < units_.size(); ++u) {
+      executor_->wait(lock, [&] { return scheduler.append_updates(u); });
+    }
+  }
   if (plan_.timing == Timing::after_backward) {
     drop_expected();
     for (std::uint32_t u = 0; u < units_.size(); ++u) {
@@ -191,7 +258,7 @@ void EngineImplementation::update() {
     }
     executor_->wait(lock, [&] { return scheduler.idle(); });
   }
-  top_up();
+  top_up(lock);
   executor_->wake();
 }
 
@@ -232,9 +299,10 @@ void EngineImplementation::abandon_step() noexcept {
           "applied, and only a committed state can go on");
     }
     ++steps_discarded_;
+    for (UnitState& unit : units_) unit.opened = false;
     scheduler.decide(false);
     drop_expected();
-    top_up();
+    top_up(lock);
     executor_->wake();
   } catch (...) {
     executor_->fail(std::current_exception());
@@ -282,7 +350,7 @@ PassScope EngineImplementation::begin_pass(PassOptions options, bool within_step
     next_trace_ = train == traces_.end() || train->second.offsets.empty() ? nullptr : &train->second;
   }
   recorder_.begin();
-  top_up();
+  top_up(lock);
   executor_->wake();
   PassScope scope;
   scope.engine_ = this;
@@ -315,7 +383,7 @@ void EngineImplementation::end_pass() {
     ahead_pass_ = pass_.serial + 1;
     ahead_index_ = 0;
   }
-  top_up();
+  top_up(lock);
   executor_->wake();
 }
 
@@ -356,9 +424,9 @@ schedule::Index EngineImplementation::append(std::uint32_t unit, bool gradient, 
 }
 
 // Appends entries for what the trainer is expected to open, as far ahead as memory, tables and what is decided allow.
-void EngineImplementation::top_up() {
+void EngineImplementation::top_up(Lock& lock) {
   sync_expected();
-  for (;;) {
+  while (expected_.size() < most_expected_) {
     const Trace* trace = nullptr;
     bool next_step = false;
     bool last_pass = false;
@@ -380,6 +448,8 @@ void EngineImplementation::top_up() {
         const int covered = step_.covered + (training ? pass_.options.micro_batches : 0);
         next_step = covered >= step_.options.micro_batches;
         last_pass = !next_step && covered + next_micro_batches() >= step_.options.micro_batches;
+        // With several ranks what is appended must not depend on when a gradient has come.
+        if (next_step && plan_.timing == Timing::eager && several_ranks()) return;
         if (next_step && (plan_.timing == Timing::after_backward || ahead_index_ >= trace->forward_end)) return;
       } else {
         next_step = true;
@@ -389,7 +459,11 @@ void EngineImplementation::top_up() {
     const engine::TraceOpening& opening = trace->openings[ahead_index_];
     const schedule::Index entry = append(opening.unit, opening.gradient, trace->offsets[ahead_index_], trace,
                                          ahead_index_, next_step, last_pass, false);
-    if (entry == schedule::kNone) return;
+    if (entry == schedule::kNone) {
+      if (!several_ranks() || executor_->scheduler().room_for(opening.unit)) return;
+      executor_->wait(lock, [&] { return executor_->scheduler().room_for(opening.unit); });
+      continue;
+    }
     expected_.push_back({entry, ahead_pass_, ahead_index_});
     ++ahead_index_;
   }
@@ -412,7 +486,7 @@ void EngineImplementation::settle() {
   }
   drop_expected();
   executor_->wait(lock, [&] { return commits_pending_ == 0 && executor_->scheduler().idle(); });
-  top_up();
+  top_up(lock);
   executor_->wake();
 }
 

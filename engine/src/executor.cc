@@ -65,6 +65,8 @@ std::vector<schedule::Unit> schedule_units(const Plan& plan, std::uint64_t gradi
     s.parameter_bytes = on_device ? 0 : unit.device_bytes;
     s.gradient_bytes = unit.gradient_elements * gradient_bytes;
     s.stored_gradients = plan.stored_gradients[u];
+    s.gathered = plan.partition.world_size > 1 && plan.zero_stage > 0 && unit.chunk_count > 0;
+    s.reduced = plan.partition.world_size > 1 && unit.gradient_elements > 0;
     units.push_back(s);
   }
   return units;
@@ -93,8 +95,8 @@ std::uint64_t Executor::now_ns() {
           .count());
 }
 
-Executor::Executor(const Plan& plan, const Config& config, offload::Device& device, const schedule::Limits& limits,
-                   Log log, const TestHooks* hooks)
+Executor::Executor(const Plan& plan, const Config& config, offload::Device& device, Communicator& communicator,
+                   const schedule::Limits& limits, Log log, const TestHooks* hooks)
     : plan_(plan),
       device_(device),
       log_(std::move(log)),
@@ -103,6 +105,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
       moment_type_(config.precision.moments == MomentType::bf16 ? kernels::ElementType::bf16
                                                                 : kernels::ElementType::fp32),
       gradient_bytes_(element_bytes(config.precision.gradients)),
+      communicator_(communicator),
       scheduler_(schedule_chunks(plan, gradient_bytes_), schedule_units(plan, gradient_bytes_), limits) {
   const offload::Topology topology = offload::discover_topology();
   const int threads = config.threads.value_or(offload::default_thread_count(topology));
@@ -141,6 +144,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
   if (plan.uses_nvme) {
     io::ChunkStoreOptions options;
     options.paths = config.nvme.paths;
+    options.rank = plan.partition.rank;
     options.backend = to_backend(config.nvme.backend);
     options.storage.block_bytes = config.nvme.block_bytes;
     options.storage.queue_depth = config.nvme.queue_depth;
@@ -171,7 +175,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
                         std::vector<std::uint8_t>(unit.parameters.size(), 0)});
   }
 
-  const std::size_t most = limits.reads + limits.writes + limits.copies_in + limits.copies_out + limits.cpu_tasks + 2;
+  const std::size_t most = limits.reads + limits.writes + limits.copies_in + limits.copies_out + limits.cpu_tasks + 4;
   batch_.resize(most);
   for (std::size_t i = 0; i < most; ++i) {
     works_.push_back(std::make_unique<Work>());
@@ -185,6 +189,12 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
   copy_in_ = device.make_stream("copy in");
   copy_out_ = device.make_stream("copy out");
   open_device();
+  if (communicator.world_size() > 1) {
+    gather_communicator_ = communicator.duplicate();
+    reduce_communicator_ = communicator.duplicate();
+    gather_stream_ = device.make_stream("gather");
+    reduce_stream_ = device.make_stream("reduce");
+  }
   cpu_thread_ = std::thread([this] { run_cpu_worker(); });
   engine_thread_ = std::thread([this] { run(); });
 }
@@ -203,6 +213,8 @@ Executor::~Executor() {
   }
   cpu_changed_.notify_all();
   cpu_thread_.join();
+  gather_stream_.reset();
+  reduce_stream_.reset();
   copy_in_.reset();  // drains
   copy_out_.reset();
   close_device();
@@ -218,7 +230,17 @@ void Executor::begin_closing() {
 }
 
 void Executor::fail_locked(std::exception_ptr failure) {
-  if (!failure_) failure_ = std::move(failure);
+  if (!failure_) {
+    failure_ = std::move(failure);
+    // The other ranks must not wait for what this one will not do any more.
+    try {
+      std::rethrow_exception(failure_);
+    } catch (const std::exception& error) {
+      communicator_.abort(error.what());
+    } catch (...) {
+      communicator_.abort("an exception of an unknown kind");
+    }
+  }
   changed_.notify_all();
 }
 
@@ -303,6 +325,9 @@ Lane Executor::lane_of(Task task) {
       return Lane::host_to_device;
     case Task::copy_out:
       return Lane::device_to_host;
+    case Task::gather:
+    case Task::reduce:
+      return Lane::collective;
     case Task::update:
     case Task::accumulate:
       break;
@@ -311,6 +336,16 @@ Lane Executor::lane_of(Task task) {
 }
 
 std::uint64_t Executor::bytes_of(const Action& action) const {
+  if (action.chunk == kNone) {
+    // What this rank receives; a reduction of whole gradients (stage 0) is a scatter and a gather.
+    std::uint64_t elements_bytes = 0;
+    for (const Section& section : plan_.layout.units[action.unit].sections) {
+      if (action.task == Task::gather) elements_bytes += section.shard_elements * element_bytes(section.dtype);
+      if (action.task == Task::reduce && section.trainable) elements_bytes += section.shard_elements * gradient_bytes_;
+    }
+    const std::uint64_t ways = action.task == Task::reduce && plan_.zero_stage == 0 ? 2 : 1;
+    return ways * elements_bytes * (plan_.partition.world_size - 1);
+  }
   const ChunkLayout& chunk = plan_.layout.chunks[action.chunk];
   const std::uint64_t gradient = chunk.elements * gradient_bytes_;
   switch (action.task) {
@@ -325,6 +360,8 @@ std::uint64_t Executor::bytes_of(const Action& action) const {
     case Task::update:
       return 2 * (chunk.parameter_bytes + chunk.optimizer_bytes()) + gradient;
     case Task::accumulate:
+    case Task::gather:
+    case Task::reduce:
       break;
   }
   return action.first ? gradient : 3 * gradient;
@@ -372,6 +409,10 @@ void Executor::start(const Action& action) {
     case Task::copy_out:
       start_copy(work);
       break;
+    case Task::gather:
+    case Task::reduce:
+      start_collective(work);
+      break;
     case Task::update:
     case Task::accumulate: {
       {
@@ -386,13 +427,20 @@ void Executor::start(const Action& action) {
 
 void Executor::finish(Work& work) {
   const Action& action = work.action;
-  static constexpr const char* kNames[schedule::kTaskCount] = {"read",     "write",  "copy in",
-                                                               "copy out", "update", "accumulate"};
+  static constexpr const char* kNames[schedule::kTaskCount] = {"read",   "write",      "copy in", "copy out",
+                                                               "update", "accumulate", "gather",  "reduce"};
   const Lane lane = lane_of(action.task);
   end_span(lane);
   ++ended_tasks_;
   spans_.add({lane, kNames[static_cast<int>(action.task)], action.unit, action.chunk, work.begin_ns, now_ns(),
               bytes_of(action)});
+  if (action.chunk == kNone) {
+    try {
+      (action.task == Task::gather ? gather_communicator_ : reduce_communicator_)->check();
+    } catch (...) {
+      fail_locked(std::current_exception());
+    }
+  }
   // After a failure nothing may take a half-done task for a finished one.
   if (!failure_) scheduler_.finished(action);
   free_works_.push_back(&work);

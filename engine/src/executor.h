@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ballast/base/wake_event.h>
+#include <ballast/engine/communicator.h>
 #include <ballast/engine/report.h>
 #include <ballast/io/chunk_store.h>
 #include <ballast/offload/chunk_work.h>
@@ -51,9 +52,10 @@ class Executor {
   using Lock = std::unique_lock<std::mutex>;
   using Log = std::function<void(LogLevel, std::string_view)>;
 
-  // Takes all memory, opens the store, starts the threads. The plan and the device outlive it.
-  Executor(const Plan& plan, const Config& config, offload::Device& device, const schedule::Limits& limits, Log log,
-           const TestHooks* hooks);
+  // Takes all memory, opens the store, starts the threads. The plan and the device outlive it. Collectives run on two
+  // duplicates of the communicator: every rank makes its executor.
+  Executor(const Plan& plan, const Config& config, offload::Device& device, Communicator& communicator,
+           const schedule::Limits& limits, Log log, const TestHooks* hooks);
   ~Executor();
 
   std::mutex& mutex() { return mutex_; }
@@ -84,7 +86,8 @@ class Executor {
     for (int still_seconds = 0; !changed_.wait_for(lock, std::chrono::seconds(1), over);) {
       still_seconds = seen == ended_tasks_ && scheduler_.quiet() ? still_seconds + 1 : 0;
       seen = ended_tasks_;
-      if (still_seconds == kPatienceSeconds) {
+      // Several ranks: giving back by the clock would part them.
+      if (still_seconds == kPatienceSeconds && plan_.partition.world_size == 1) {
         scheduler_.cancel_expected();
         wake();
       }
@@ -108,6 +111,8 @@ class Executor {
   // Device memory of an opening.
   std::byte* window() const { return window_; }
   std::byte* parameter_base(std::uint32_t chunk) const;  // host or device tier; null on NVMe
+  // A unit's whole parameters where they live on the device for good; null otherwise.
+  std::byte* unit_parameters(std::uint32_t unit) const;
   std::byte* optimizer_base(std::uint32_t chunk) const;
   std::byte* gradient_store(std::uint32_t chunk) const;  // null where gradients are not stored
 
@@ -159,6 +164,8 @@ class Executor {
   void start(const schedule::Action& action);
   void start_transfer(Work& work);
   void start_copy(Work& work);
+  void start_collective(Work& work);
+  void enqueue_collective(const schedule::Action& action, const UnitLayout& unit, offload::Stream& stream);
   void finish(Work& work);
   void post(Work& work);
   void run_cpu_worker();
@@ -188,6 +195,7 @@ class Executor {
   kernels::ElementType gradient_type_;
   kernels::ElementType moment_type_;
   std::uint64_t gradient_bytes_;
+  Communicator& communicator_;
 
   base::WakeEvent wake_;
   std::mutex mutex_;
@@ -234,6 +242,8 @@ class Executor {
   std::unique_ptr<offload::Stream> kernel_stream_;  // the CPU worker's
   std::unique_ptr<offload::Stream> whole_stream_;   // of whole chunks for initial values and reading back
   std::vector<std::byte> staged_states_;            // of a chunk whose states lie on both sides
+  std::shared_ptr<Communicator> gather_communicator_, reduce_communicator_;  // one rank: none
+  std::unique_ptr<offload::Stream> gather_stream_, reduce_stream_;
   std::thread engine_thread_, cpu_thread_;
 };
 

@@ -32,6 +32,12 @@ std::byte* Executor::parameter_base(std::uint32_t chunk) const {
   return nullptr;
 }
 
+std::byte* Executor::unit_parameters(std::uint32_t unit) const {
+  const UnitLayout& layout = plan_.layout.units[unit];
+  const bool here = layout.chunk_count > 0 && plan_.placement[layout.first_chunk].parameters == Tier::device;
+  return here ? device_slab_ + plan_.unit_parameter_offset[unit] : nullptr;
+}
+
 std::byte* Executor::optimizer_base(std::uint32_t chunk) const {
   const ChunkPlacement& place = plan_.placement[chunk];
   switch (place.optimizer) {
@@ -135,6 +141,46 @@ void Executor::start_copy(Work& work) {
                    static_cast<Executor*>(context)->post(*reinterpret_cast<Work*>(argument));
                  },
                  this, reinterpret_cast<std::uintptr_t>(&work)});
+}
+
+// One call for each section: nearly always one for a unit.
+void Executor::start_collective(Work& work) {
+  const Action& action = work.action;
+  const UnitLayout& unit = plan_.layout.units[action.unit];
+  offload::Stream& stream = action.task == Task::gather ? *gather_stream_ : *reduce_stream_;
+  try {
+    enqueue_collective(action, unit, stream);
+  } catch (...) {
+    fail_locked(std::current_exception());
+  }
+  stream.call({[](void* context, std::uint64_t argument) {
+                 static_cast<Executor*>(context)->post(*reinterpret_cast<Work*>(argument));
+               },
+               this, reinterpret_cast<std::uintptr_t>(&work)});
+}
+
+void Executor::enqueue_collective(const Action& action, const UnitLayout& unit, offload::Stream& stream) {
+  if (action.task == Task::gather) {
+    std::byte* const own = unit_parameters(action.unit);
+    std::byte* const base = own != nullptr ? own : window_ + action.device_offset;
+    for (const Section& section : unit.sections) {
+      gather_communicator_->all_gather(base + section.device_offset,
+                                       section.shard_elements * element_bytes(section.dtype), stream);
+    }
+    return;
+  }
+  const DataType type = gradient_type_ == kernels::ElementType::bf16 ? DataType::bf16 : DataType::fp32;
+  for (const Section& section : unit.sections) {
+    if (!section.trainable) continue;
+    std::byte* const data = window_ + action.device_offset + section.begin * gradient_bytes_;
+    if (plan_.zero_stage == 0) {
+      reduce_communicator_->all_reduce_sum(data, section.shard_elements * plan_.partition.world_size, type, stream);
+    } else {
+      reduce_communicator_->reduce_scatter_sum(data,
+                                               data + plan_.partition.rank * section.shard_elements * gradient_bytes_,
+                                               section.shard_elements, type, stream);
+    }
+  }
 }
 
 std::string Executor::chunk_name(std::uint32_t chunk) const {

@@ -41,9 +41,11 @@ struct Builder {
   const Config::Precision& precision;
   std::uint64_t chunk_elements;
   std::uint64_t granule;
+  const Partition& partition;
 
-  void add_chunks(std::uint32_t unit_index, DataType dtype, bool trainable, std::uint64_t begin, std::uint64_t end,
-                  std::uint64_t device_offset, const std::vector<std::uint32_t>& members) {
+  // The chunks of one shard, [begin, end) within the unit.
+  void add_chunks(std::uint32_t unit_index, std::uint32_t shard, DataType dtype, bool trainable, std::uint64_t begin,
+                  std::uint64_t end, std::uint64_t device_offset, const std::vector<std::uint32_t>& members) {
     UnitLayout& unit = layout.units[unit_index];
     const std::uint64_t length = end - begin;
     const std::uint64_t pieces = ceil_div(length, chunk_elements);
@@ -52,6 +54,7 @@ struct Builder {
     for (std::uint64_t at = begin; at < end; at += size) {
       ChunkLayout chunk;
       chunk.unit = unit_index;
+      chunk.shard = shard;
       chunk.dtype = dtype;
       chunk.trainable = trainable;
       chunk.begin = at;
@@ -73,6 +76,10 @@ struct Builder {
       while (member < members.size()) {
         const ParameterLayout& parameter = unit.parameters[members[member]];
         if (parameter.begin >= chunk_end) break;
+        if (parameter.begin + parameter.elements <= at) {  // in an earlier shard
+          ++member;
+          continue;
+        }
         const std::uint64_t from = std::max(parameter.begin, at);
         const std::uint64_t to = std::min(parameter.begin + parameter.elements, chunk_end);
         if (from < to) layout.segments.push_back({members[member], from - at, to - from, from - parameter.begin});
@@ -127,12 +134,19 @@ struct Builder {
         gap_begin = element;
         members.push_back(order[i]);
       }
-      element = round_up(element, granule);
+      // Every rank holds an equal part of the section.
+      const std::uint64_t shard = shard_range(element - begin, partition.world_size, 0, granule).padded;
+      element = begin + shard * partition.world_size;
       if (trainable) {
         if (element > gap_begin) unit.gradient_gaps.push_back({gap_begin, element - gap_begin});
         unit.gradient_elements = element;
       }
-      if (element > begin) add_chunks(unit_index, dtype, trainable, begin, element, byte, members);
+      if (element > begin) unit.sections.push_back({dtype, trainable, begin, shard, byte});
+      for (std::uint32_t s = 0; s < partition.world_size && element > begin; ++s) {
+        if (!partition.stores(s)) continue;
+        add_chunks(unit_index, s, dtype, trainable, begin + s * shard, begin + (s + 1) * shard,
+                   byte + s * shard * element_bytes(dtype), members);
+      }
       byte += (element - begin) * element_bytes(dtype);
     }
     unit.device_bytes = byte;
@@ -142,10 +156,10 @@ struct Builder {
 }  // namespace
 
 Layout make_layout(const std::vector<UnitSpec>& units, const Config::Precision& precision, std::uint64_t chunk_elements,
-                   std::uint64_t granule) {
+                   std::uint64_t granule, const Partition& partition) {
   BALLAST_CHECK(granule % kernels::kSumBlock == 0 && chunk_elements % granule == 0);
   Layout layout;
-  Builder builder{layout, precision, chunk_elements, granule};
+  Builder builder{layout, precision, chunk_elements, granule, partition};
   for (const UnitSpec& unit : units) builder.add_unit(unit);
   return layout;
 }

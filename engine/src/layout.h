@@ -1,8 +1,9 @@
 // Layout: how a unit's parameters become a flat parameter, and how that is cut into chunks. Pure arithmetic.
 //
 // A flat parameter is sorted by (trainable first, dtype, group), then as registered; each parameter begins on a
-// multiple of 128 elements (256 bytes in the narrowest dtype). Parameters of one (trainable, dtype) form a section, cut
-// into chunks of about equal size whose borders are multiples of kernels::kSumBlock: sums of squares do not see them.
+// multiple of 128 elements (256 bytes in the narrowest dtype). Parameters of one (trainable, dtype) form a section.
+// With several ranks a section consists of equal shards, one per rank in order; a shard is cut into chunks of about
+// equal size whose borders are multiples of kernels::kSumBlock: sums of squares do not see them.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -37,6 +38,7 @@ struct Segment {
 
 struct ChunkLayout {
   std::uint32_t unit = 0;
+  std::uint32_t shard = 0;  // the rank whose shard it is part of
   DataType dtype = DataType::bf16;
   bool trainable = true;
   std::uint64_t begin = 0;          // element within the unit
@@ -51,6 +53,15 @@ struct ChunkLayout {
   std::uint64_t first_block = 0;  // index of its first sum-of-squares block over all chunks
 };
 
+// What a collective moves at once.
+struct Section {
+  DataType dtype = DataType::bf16;
+  bool trainable = true;
+  std::uint64_t begin = 0;           // element within the unit
+  std::uint64_t shard_elements = 0;  // of each rank, with padding
+  std::uint64_t device_offset = 0;   // bytes within the unit's device copy
+};
+
 struct Gap {
   std::uint64_t begin = 0, count = 0;  // elements of the unit that belong to no parameter
 };
@@ -58,10 +69,19 @@ struct Gap {
 struct UnitLayout {
   std::string name;
   std::vector<ParameterLayout> parameters;  // as registered
-  std::uint32_t first_chunk = 0, chunk_count = 0;
-  std::uint64_t device_bytes = 0;       // parameters on the device
-  std::uint64_t gradient_elements = 0;  // the trainable prefix, with padding
-  std::vector<Gap> gradient_gaps;       // within that prefix
+  std::vector<Section> sections;
+  std::uint32_t first_chunk = 0, chunk_count = 0;  // those that are stored here
+  std::uint64_t device_bytes = 0;                  // parameters on the device, of all ranks
+  std::uint64_t gradient_elements = 0;             // the trainable prefix, with padding
+  std::vector<Gap> gradient_gaps;                  // within that prefix
+};
+
+// How flat parameters are shared out, and which shards a rank stores.
+struct Partition {
+  std::uint32_t world_size = 1;
+  std::uint32_t rank = 0;
+  bool all_shards = false;  // this rank stores every shard (stage 0)
+  bool stores(std::uint32_t shard) const { return all_shards || shard == rank; }
 };
 
 struct Layout {
@@ -69,7 +89,7 @@ struct Layout {
   std::vector<ChunkLayout> chunks;
   std::vector<Segment> segments;
   std::uint64_t blocks = 0;      // sum-of-squares blocks of all trainable chunks
-  std::uint64_t parameters = 0;  // elements without padding
+  std::uint64_t parameters = 0;  // elements without padding, of all ranks
 };
 
 struct UnitSpec {
@@ -79,7 +99,7 @@ struct UnitSpec {
 
 // chunk_elements: the size aimed at; granule: what chunks are multiples of (a multiple of kSumBlock).
 Layout make_layout(const std::vector<UnitSpec>& units, const Config::Precision& precision, std::uint64_t chunk_elements,
-                   std::uint64_t granule);
+                   std::uint64_t granule, const Partition& partition = {});
 
 // Elements of a shape; throws UsageError for a negative dimension or an overflow beyond 2^62.
 std::uint64_t element_count(const std::vector<std::int64_t>& shape, const std::string& name);

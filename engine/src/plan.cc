@@ -44,6 +44,9 @@ class Planner {
       : units_(units), config_(config), inputs_(inputs), gradient_bytes_(element_bytes(config.precision.gradients)) {
     plan_.granule = std::max<std::uint64_t>(kernels::kSumBlock, inputs.alignment_bytes / 2);
     BALLAST_CHECK((plan_.granule & (plan_.granule - 1)) == 0);
+    plan_.zero_stage = config.zero_stage;
+    plan_.partition = {static_cast<std::uint32_t>(inputs.world_size), static_cast<std::uint32_t>(inputs.rank),
+                       config.zero_stage == 0};
     choose_timing();
   }
 
@@ -55,8 +58,9 @@ class Planner {
     } else {
       const auto& p = config_.placement;
       set_tiers(p.parameters, p.gradients, p.optimizer);
-      plan_.placement_name = "parameters " + std::string(to_string(p.parameters)) + ", gradients " +
-                             std::string(to_string(p.gradients)) + ", optimizer " + std::string(to_string(p.optimizer));
+      plan_.placement_name = "parameters " + std::string(to_string(keeps_parameters() ? Tier::device : p.parameters)) +
+                             ", gradients " + std::string(to_string(p.gradients)) + ", optimizer " +
+                             std::string(to_string(p.optimizer));
       plan_device();
       choose_chunk_size([&] { set_tiers(p.parameters, p.gradients, p.optimizer); });
     }
@@ -75,7 +79,7 @@ class Planner {
 
   void set_layout(std::uint64_t chunk_elements) {
     plan_.chunk_elements = round_up(chunk_elements, plan_.granule);
-    plan_.layout = make_layout(units_, config_.precision, plan_.chunk_elements, plan_.granule);
+    plan_.layout = make_layout(units_, config_.precision, plan_.chunk_elements, plan_.granule, plan_.partition);
     plan_.placement.assign(plan_.layout.chunks.size(), {});
     if (plan_.layout.chunks.size() >= (std::size_t{1} << 24)) throw PlanError("more than 16 Mi chunks on one rank");
   }
@@ -83,18 +87,22 @@ class Planner {
   // Eager updates consume a gradient as it comes, unless it is the sum of several contributions.
   void choose_stored_gradients() {
     plan_.stored_gradients.assign(units_.size(), true);
-    if (plan_.timing != Timing::eager || inputs_.micro_batches > 1) return;
+    // Several ranks: a slot that is held until an update comes could make one rank wait for another in a circle.
+    if (plan_.timing != Timing::eager || inputs_.micro_batches > 1 || inputs_.world_size > 1) return;
     std::vector<int> commits(units_.size(), 0);
     for (const TraceOpening& opening : inputs_.openings) commits[opening.unit] += opening.gradient;
     for (std::size_t u = 0; u < units_.size(); ++u) plan_.stored_gradients[u] = commits[u] > 1;
   }
+
+  // Below stage 3 every rank keeps all parameters on its device.
+  bool keeps_parameters() const { return inputs_.world_size > 1 && plan_.zero_stage < 3; }
 
   bool stored(const ChunkLayout& chunk) const { return plan_.stored_gradients[chunk.unit]; }
 
   void set_tiers(Tier parameters, Tier gradients, Tier optimizer) {
     if (gradients == Tier::device) plan_.stored_gradients.assign(units_.size(), true);
     for (std::size_t c = 0; c < plan_.layout.chunks.size(); ++c) {
-      plan_.placement[c].parameters = parameters;
+      plan_.placement[c].parameters = keeps_parameters() ? Tier::device : parameters;
       plan_.placement[c].optimizer = optimizer;
       plan_.placement[c].gradients = gradients;
     }
@@ -176,12 +184,16 @@ class Planner {
 
   // --- device -------------------------------------------------------------------------------------------------------
 
+  bool parameters_on_device(const UnitLayout& unit) const {
+    return unit.chunk_count > 0 && plan_.placement[unit.first_chunk].parameters == Tier::device;
+  }
+
   std::uint64_t device_static_bytes() const {
     std::uint64_t bytes = 0;
+    for (const UnitLayout& unit : plan_.layout.units) bytes += parameters_on_device(unit) ? unit.device_bytes : 0;
     for (std::size_t c = 0; c < plan_.layout.chunks.size(); ++c) {
       const ChunkLayout& chunk = plan_.layout.chunks[c];
       const ChunkPlacement& place = plan_.placement[c];
-      if (place.parameters == Tier::device) bytes += chunk.parameter_bytes;
       if (place.optimizer == Tier::device) bytes += chunk.optimizer_bytes();
       if (place.gradients == Tier::device && chunk.trainable) bytes += chunk.elements * gradient_bytes_;
     }
@@ -243,9 +255,11 @@ class Planner {
     const std::uint64_t slots = comfortable_slot_bytes(n);
     if (n.fixed_bytes + slots >= config_.budget.host_bytes) return;
     std::uint64_t left = config_.budget.host_bytes - n.fixed_bytes - slots;
-    left -= make_resident(
-        left, [&](std::size_t c) { return plan_.layout.chunks[c].parameter_bytes; },
-        [&](std::size_t c) { plan_.placement[c].parameters = Tier::host; });
+    if (!keeps_parameters()) {
+      left -= make_resident(
+          left, [&](std::size_t c) { return plan_.layout.chunks[c].parameter_bytes; },
+          [&](std::size_t c) { plan_.placement[c].parameters = Tier::host; });
+    }
     make_resident(
         left, [&](std::size_t c) { return plan_.layout.chunks[c].optimizer_bytes(); },
         [&](std::size_t c) { plan_.placement[c].optimizer = Tier::host; });
@@ -318,6 +332,10 @@ class Planner {
     Plan& p = plan_;
     std::uint64_t traffic = 0;
     std::uint64_t saved = 0;
+    for (const UnitLayout& unit : p.layout.units) {
+      p.unit_parameter_offset.push_back(p.device_parameter_bytes);
+      if (parameters_on_device(unit)) p.device_parameter_bytes += unit.device_bytes;
+    }
     for (std::size_t c = 0; c < p.layout.chunks.size(); ++c) {
       const ChunkLayout& chunk = p.layout.chunks[c];
       ChunkPlacement& place = p.placement[c];
@@ -328,9 +346,10 @@ class Planner {
         region += bytes;
         return at;
       };
-      if (place.parameters != Tier::nvme) {
-        place.parameter_offset = put(place.parameters == Tier::host ? p.host_parameter_bytes : p.device_parameter_bytes,
-                                     chunk.parameter_bytes);
+      if (place.parameters == Tier::host) {
+        place.parameter_offset = put(p.host_parameter_bytes, chunk.parameter_bytes);
+      } else if (place.parameters == Tier::device) {
+        place.parameter_offset = p.unit_parameter_offset[chunk.unit] + chunk.device_offset;
       }
       if (place.optimizer != Tier::nvme) {
         place.optimizer_offset = put(place.optimizer == Tier::host ? p.host_optimizer_bytes : p.device_optimizer_bytes,

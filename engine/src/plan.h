@@ -35,8 +35,12 @@ struct ChunkPlacement {
 
 struct Plan {
   Layout layout;
+  Partition partition;
+  int zero_stage = 3;
   std::vector<ChunkPlacement> placement;  // per chunk
   std::vector<bool> stored_gradients;     // per unit
+  // Per unit: where its whole parameters lie in the device slab, where they live there for good.
+  std::vector<std::uint64_t> unit_parameter_offset;
   std::uint64_t granule = 0;
   std::uint64_t chunk_elements = 0;
   Timing timing = Timing::just_in_time;
@@ -61,9 +65,12 @@ struct PlanInputs {
   std::vector<TraceOpening> openings;  // of one training pass
   int micro_batches = 1;
   std::uint64_t alignment_bytes = 4096;  // of the NVMe paths; a power of two
+  int world_size = 1;
+  int rank = 0;
 };
 
-// Throws PlanError where the budgets cannot work.
+// Several ranks: every rank makes the same decisions, but for the shards that it stores. Throws PlanError where the
+// budgets cannot work.
 Plan make_plan(const std::vector<UnitSpec>& units, const Config& config, const PlanInputs& inputs);
 
 // The openings of a pass as the scheduler's map wants them. Units whose parameters live on the device take no place.

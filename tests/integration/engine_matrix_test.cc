@@ -8,118 +8,19 @@
 #include <thread>
 
 #include "executor.h"
-#include "support/engine_support.h"
+#include "support/random_case.h"
 
 namespace ballast {
 namespace {
 
+using testing::Case;
+using testing::make_case;
+using testing::Outcome;
 using testing::plain_config;
-using testing::SyntheticOptions;
-using testing::SyntheticTrainer;
-using testing::SyntheticUnit;
+using testing::run_case;
+using testing::smallest;
 using testing::TemporaryDirectory;
 using testing::Watchdog;
-
-constexpr int kSteps = 4;
-
-struct Case {
-  std::vector<SyntheticUnit> model;
-  SyntheticOptions options;
-  Config::Precision precision;
-  std::string type;
-  bool clip = false;
-};
-
-Case make_case(std::uint64_t seed) {
-  base::Random random(seed);
-  Case c;
-  const auto units = 2 + random.below(4);
-  for (std::uint64_t u = 0; u < units; ++u) {
-    SyntheticUnit unit{"unit/" + std::to_string(u), {}, true};
-    const auto parameters = 1 + random.below(5);
-    for (std::uint64_t p = 0; p < parameters; ++p) {
-      ParameterSpec spec;
-      spec.name = std::to_string(p);
-      const std::uint64_t kind = random.below(8);
-      if (kind == 0) spec.shape = {0, 3};
-      if (kind > 1) spec.shape = {static_cast<std::int64_t>(1 + random.below(kind > 6 ? 60000 : 3000)), 3};
-      spec.options.group = static_cast<int>(random.below(3));
-      if (random.below(3) == 0) spec.options.dtype = static_cast<DataType>(random.below(3));
-      spec.options.trainable = random.below(6) > 0;
-      unit.parameters.push_back(spec);
-    }
-    unit.trainable = false;
-    for (const ParameterSpec& spec : unit.parameters) unit.trainable |= spec.options.trainable;
-    c.model.push_back(unit);
-  }
-  c.options.micro_batches = 1 + static_cast<int>(random.below(3));
-  c.options.tied = c.model[0].trainable && random.below(2) == 0;
-  c.precision.parameters = static_cast<DataType>(random.below(3));
-  c.precision.gradients = random.below(3) == 0 ? DataType::bf16 : DataType::fp32;
-  c.precision.moments = random.below(3) == 0 ? MomentType::bf16 : MomentType::fp32;
-  c.type = random.below(2) == 0 ? "adamw" : "adam";
-  c.clip = random.below(3) == 0;
-  if (random.below(2) == 0) {
-    c.options.evaluate_before = [](int step) { return step % 2 == 1; };
-  }
-  if (random.below(2) == 0) {
-    c.options.absent = [seed](int step, int micro, ParameterId id) {
-      return base::mix(seed ^ static_cast<std::uint64_t>(step * 64 + micro * 16) ^ (id.unit * 5 + id.index)) % 5 == 0;
-    };
-    // absent() refuses frozen parameters: those of this model are left alone.
-    const auto model = c.model;
-    c.options.absent = [absent = c.options.absent, model](int step, int micro, ParameterId id) {
-      return model[id.unit].parameters[id.index].options.trainable && absent(step, micro, id);
-    };
-  }
-  return c;
-}
-
-struct Outcome {
-  std::vector<double> losses;
-  std::vector<float> values;
-  std::vector<double> norms;
-};
-
-Outcome run(const Case& c, Config config, const EngineEnvironment& environment) {
-  config.precision = c.precision;
-  config.optimizer.type = c.type;
-  config.optimizer.learning_rate = 0.01;
-  if (c.clip && config.optimizer.timing != Timing::eager) config.optimizer.clip_global_norm = 0.05;
-  Engine engine(config, environment);
-  SyntheticTrainer trainer(engine, c.model, c.options);
-  engine.commit();
-  trainer.initialize();
-  Outcome outcome;
-  for (int s = 0; s < kSteps; ++s) {
-    outcome.losses.push_back(trainer.step());
-    outcome.norms.push_back(trainer.last_norm().value);
-  }
-  outcome.values = trainer.values();
-  return outcome;
-}
-
-std::uint64_t smallest_in(const std::string& text, const std::string& key) {
-  const auto at = text.find("smallest " + key + ": ");
-  return at == std::string::npos ? 0 : std::stoull(text.substr(at + key.size() + 11)) * 1024;
-}
-
-// The budgets of a configuration made as small as they go.
-Config smallest(const Case& c, Config config) {
-  for (std::string key : {"budget.host", "budget.device"}) {
-    auto& bytes = key == "budget.host" ? config.budget.host_bytes : config.budget.device_bytes;
-    const std::uint64_t ample = bytes;
-    bytes = 1;
-    try {
-      run(c, config, {});
-    } catch (const PlanError& error) {
-      bytes = smallest_in(error.what(), key);
-      if (bytes == 0) throw;
-    }
-    if (bytes == 1) bytes = ample;
-  }
-  return config;
-}
 
 class MatrixTest : public ::testing::TestWithParam<int> {};
 
@@ -129,7 +30,7 @@ TEST_P(MatrixTest, EveryRunEqualsThePlainOne) {
   const Watchdog watchdog(200);
   Case c = make_case(seed);
   const TemporaryDirectory directory;
-  const Outcome expected = run(c, plain_config(directory.path(), Tier::device, Timing::after_backward), {});
+  const Outcome expected = run_case(c, plain_config(directory.path(), Tier::device, Timing::after_backward), {});
   base::Random random(seed * 77);
   for (Timing timing : {Timing::after_backward, Timing::just_in_time, Timing::eager}) {
     if (c.clip && timing == Timing::eager) continue;
@@ -168,7 +69,7 @@ TEST_P(MatrixTest, EveryRunEqualsThePlainOne) {
         };
       }
       environment.test_hooks = hooks;
-      const Outcome outcome = run(c, config, environment);
+      const Outcome outcome = run_case(c, config, environment);
       EXPECT_EQ(outcome.losses, expected.losses);
       EXPECT_EQ(outcome.norms, expected.norms);
       ASSERT_EQ(outcome.values.size(), expected.values.size());
@@ -178,7 +79,7 @@ TEST_P(MatrixTest, EveryRunEqualsThePlainOne) {
         config.budget = least.budget;
         config.budget.host_bytes -= std::min<std::uint64_t>(config.budget.host_bytes - 1, 4096);
         if (config.budget.host_bytes > 4096 && least.budget.host_bytes < std::uint64_t{64} << 20) {
-          EXPECT_THROW(run(c, config, {}), PlanError);
+          EXPECT_THROW(run_case(c, config, {}), PlanError);
         }
       }
     }
@@ -195,14 +96,14 @@ TEST(LargeUnitTest, UnitsOfSeveralLargeChunksEqualThePlainRun) {
   c.type = "adamw";
   c.options.micro_batches = 2;
   const TemporaryDirectory directory;
-  const Outcome expected = run(c, plain_config(directory.path(), Tier::device, Timing::after_backward), {});
+  const Outcome expected = run_case(c, plain_config(directory.path(), Tier::device, Timing::after_backward), {});
   for (Timing timing : {Timing::just_in_time, Timing::eager}) {
     Config config = plain_config(directory.path(), Tier::nvme, timing);
     const Config least = smallest(c, config);
     for (std::uint64_t more : {std::uint64_t{0}, std::uint64_t{1} << 20, std::uint64_t{20} << 20}) {
       config.budget = least.budget;
       config.budget.host_bytes += more;
-      const Outcome outcome = run(c, config, {});
+      const Outcome outcome = run_case(c, config, {});
       EXPECT_EQ(outcome.losses, expected.losses) << more;
       EXPECT_EQ(outcome.values, expected.values) << more;
     }

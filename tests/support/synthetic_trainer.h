@@ -54,7 +54,8 @@ struct SyntheticOptions {
   int micro_batches = 1;
   bool tied = false;  // unit 0 is used again after the others, with a gradient of its own
   double gradient_size = 0.01;
-  std::function<bool(int step)> poison;                                // puts a NaN into the first gradient
+  int micro_stride = 1, micro_offset = 0;  // micro-batch m is number m * stride + offset of all ranks'
+  std::function<bool(int step)> poison;    // puts a NaN into the first gradient
   std::function<bool(int step, int micro_batch, ParameterId)> absent;  // no gradient for this parameter
   std::function<bool(int step)> evaluate_before;                       // an evaluation pass before the step
 };
@@ -105,14 +106,15 @@ class SyntheticTrainer {
     auto step = engine_.begin_step({.micro_batches = options_.micro_batches});
     for (int micro = 0; micro < options_.micro_batches; ++micro) {
       auto pass = step.begin_pass({.kind = Pass::train});
+      const int all = micro * options_.micro_stride + options_.micro_offset;
       for (std::size_t u = 0; u < ids_.size(); ++u) forward(u, stream);
       if (options_.tied) {
         forward(0, stream);
-        backward(0, stream, number, micro, true, true);
+        backward(0, stream, number, all, true, true);
       }
       for (std::size_t u = ids_.size(); u-- > 0;) {
         if (units_[u].trainable) {
-          backward(u, stream, number, micro, false, !(options_.tied && u == 0));
+          backward(u, stream, number, all, false, !(options_.tied && u == 0));
         } else {
           forward(u, stream);
         }

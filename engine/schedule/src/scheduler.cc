@@ -16,6 +16,10 @@ Scheduler::Scheduler(std::vector<Chunk> chunks, std::vector<Unit> units, const L
   entries_to_check_.reserve(limits.entries);
   jobs_.resize(limits.jobs);
   copies_.reserve(units_.size());
+  unit_changed_.assign(units_.size(), 1);
+  unit_committed_.assign(units_.size(), 0);
+  gathers_.ring.resize(limits.entries + 1);
+  reductions_.ring.resize(limits.entries + 1);
   for (Index i = limits.entries; i-- > 0;) free_entries_.push_back(i);
   for (Index i = limits.jobs; i-- > 0;) free_jobs_.push_back(i);
   const Index slots[3] = {limits.fetch_slots, limits.update_slots, limits.gradient_slots};
@@ -98,9 +102,21 @@ Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form
   } else if (!reuse && entry.bytes > 0) {
     copies_.push_back({unit, id, device_offset, entry.bytes});
   }
+  if (gather_needed(unit, form == Form::update_expected, reuse)) {
+    entry.collective = Phase::waiting;
+    entry.expects_update = form == Form::update_expected && !leased;
+    gathers_.push(id);
+    unit_changed_[unit] = 0;
+  }
   if (!reuse) wait_for_range(id, entry.previous);
   settle();
   return id;
+}
+
+// Known from the order of calls alone. Parameters that live on the device are gathered when they have changed.
+bool Scheduler::gather_needed(Index unit, bool update_expected, bool reuse) const {
+  if (!units_[unit].gathered) return false;
+  return units_[unit].parameter_bytes > 0 ? !reuse : update_expected || unit_changed_[unit] != 0;
 }
 
 Index Scheduler::append_gradients(Index unit, std::uint64_t device_offset, bool eager_updates, bool leased) {
@@ -133,6 +149,7 @@ void Scheduler::lease(Index id) {
   Entry& entry = entries_[id];
   BALLAST_CHECK(entry.previous == kNone || entries_[entry.previous].leased || entries_[entry.previous].cancelled);
   entry.leased = true;
+  entry.expects_update = false;
   if (!entry.gradient && waiting_updates_ != 0) {
     skip_waiting(entry.unit, id);
     settle();
@@ -154,7 +171,7 @@ void Scheduler::skip_waiting(Index unit, Index id) {
 bool Scheduler::entry_ready(const Entry& entry) const {
   if (entry.gradient) return entry.range_free;
   if (entry.source != kNone) return entry_ready(entries_[entry.source]);
-  return entry.missing == 0;
+  return entry.missing == 0 && (entry.collective == Phase::unneeded || entry.collective == Phase::done);
 }
 
 bool Scheduler::ready(Index entry) const {
@@ -186,6 +203,8 @@ void Scheduler::commit_gradients(Index id, std::span<const bool> contributes, bo
   const Unit& u = units_[entry.unit];
   BALLAST_CHECK(contributes.size() == u.chunk_count);
   entry.committed = true;
+  unit_committed_[entry.unit] = 1;
+  BALLAST_CHECK(entry.collective == (u.reduced ? Phase::waiting : Phase::unneeded));
   reserve_jobs(entry, u.chunk_count);
   const bool at_once = !u.stored_gradients && last && eager;
   if (at_once) order_updates(id, contributes);
@@ -233,6 +252,13 @@ void Scheduler::commit_gradients(Index id, std::span<const bool> contributes, bo
   if (at_once) pass_waiting_updates(u);
 }
 
+void Scheduler::note_commit_requested(Index id) {
+  entries_[id].release_requested = true;
+  if (!units_[entries_[id].unit].reduced) return;
+  entries_[id].collective = Phase::waiting;
+  reductions_.push(id);
+}
+
 // A gradient that is consumed at once holds its slot until the update is done, so updates must get their slots in the
 // order in which gradients are committed. What was queued ahead in another order is dropped here, and queued again.
 void Scheduler::order_updates(Index id, std::span<const bool> contributes) {
@@ -269,8 +295,16 @@ void Scheduler::pass_waiting_updates(const Unit& u) {
 // --- decisions and the world -----------------------------------------------------------------------------------------
 
 void Scheduler::decide(bool update) {
-  BALLAST_CHECK(gradient_jobs_ == 0);
+  BALLAST_CHECK(!gradients_outstanding());
   bool stale = false;
+  for (Index i = entry_head_; i != kNone; i = entries_[i].next) {
+    if (entries_[i].expects_update) unit_committed_[entries_[i].unit] = 0;  // what changes now is gathered with it
+    entries_[i].expects_update = false;
+  }
+  for (Index u = 0; u < units_.size(); ++u) {
+    if (unit_committed_[u] != 0 && update) unit_changed_[u] = 1;
+    unit_committed_[u] = 0;
+  }
   for (Index c = 0; c < chunks_.size(); ++c) {
     ChunkState& state = chunk_states_[c];
     if (state.eager) {
@@ -340,6 +374,23 @@ bool Scheduler::append_eager_updates(Index unit) {
 
 std::size_t Scheduler::next(std::span<Action> out) {
   std::size_t count = 0;
+  for (Collectives* queue : {&gathers_, &reductions_}) {
+    if (queue->count == 0 || count == out.size()) continue;
+    const Index id = queue->at(0);
+    if (!collective_may_start(id)) continue;
+    Entry& entry = entries_[id];
+    entry.collective = Phase::running;
+    ++entry.in_flight;
+    ++in_flight_;
+    Action& action = out[count++];
+    action = Action{};
+    action.task = queue == &gathers_ ? Task::gather : Task::reduce;
+    action.job_kind = queue == &gathers_ ? JobKind::fetch : JobKind::gradient;
+    action.entry = id;
+    action.unit = entry.unit;
+    action.device_offset = entry.offset;
+    action.urgent = entry.leased;
+  }
   for (std::size_t l = 0; l < lanes_.size(); ++l) {
     Lane& ln = lanes_[l];
     while (ln.in_flight < ln.depth && !ln.heap.empty() && count < out.size()) {
@@ -377,7 +428,38 @@ std::size_t Scheduler::next(std::span<Action> out) {
   return count;
 }
 
+bool Scheduler::collective_may_start(Index id) const {
+  const Entry& entry = entries_[id];
+  if (entry.collective != Phase::waiting) return false;
+  if (entry.gradient) return entry.committed;
+  if (entry.missing != 0 || !entry.range_free) return false;
+  // Parameters that live on the device are read in place: earlier readers first.
+  for (Index i = entry_head_; i != id && entry.bytes == 0; i = entries_[i].next) {
+    if (entries_[i].unit == entry.unit && !entries_[i].gradient && !entries_[i].cancelled) return false;
+  }
+  return true;
+}
+
 void Scheduler::finished(const Action& action) {
+  if (action.task == Task::gather || action.task == Task::reduce) {
+    Collectives& queue = action.task == Task::gather ? gathers_ : reductions_;
+    Entry& entry = entries_[action.entry];
+    BALLAST_CHECK(queue.at(0) == action.entry && entry.collective == Phase::running);
+    queue.pop();
+    entry.collective = Phase::done;
+    --entry.in_flight;
+    --in_flight_;
+    const Unit& u = units_[entry.unit];
+    for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count && entry.gradient; ++c) {
+      if (chunk_states_[c].gradient_head != kNone) advance(chunk_states_[c].gradient_head);
+    }
+    check_later(action.entry);
+    for (Index i = entry.next; i != kNone && entry.dependents != 0; i = entries_[i].next) {
+      if (entries_[i].source != kNone && entries_[i].released) check_later(i);
+    }
+    settle();
+    return;
+  }
   const Index j = action.job;
   Job& job = jobs_[j];
   BALLAST_CHECK(job.alive && phase(job, action.task) == Phase::running);
@@ -439,6 +521,9 @@ void Scheduler::finished(const Action& action) {
       }
       break;
     }
+    case Task::gather:
+    case Task::reduce:
+      BALLAST_CHECK(false);
   }
   advance(j);
   settle();

@@ -29,9 +29,25 @@ Index Scheduler::append_entry(Index unit, std::uint64_t offset, std::uint64_t by
   return id;
 }
 
+void Scheduler::Collectives::remove(Index entry) {
+  Index kept = 0;
+  const Index before = count;
+  for (Index i = 0; i < before; ++i) {
+    const Index each = at(i);
+    if (each != entry) ring[(head + kept++) % ring.size()] = each;
+  }
+  count = kept;
+}
+
 void Scheduler::cancel_entry(Index id) {
   Entry& entry = entries_[id];
   entry.cancelled = true;
+  if (entry.collective == Phase::waiting) {
+    BALLAST_CHECK(!entry.gradient);
+    gathers_.remove(id);
+    entry.collective = Phase::unneeded;
+    unit_changed_[entry.unit] = 1;
+  }
   for (Copy& copy : copies_) {
     if (copy.entry == id) {
       forget_copy(copy.unit);
@@ -41,11 +57,38 @@ void Scheduler::cancel_entry(Index id) {
   end_entry_if_over(id);
 }
 
+// Whether this expected entry may have begun to gather, here or on a rank that is ahead or behind: from what is the
+// same on all of them. Earlier entries that still stand in its way hold it up everywhere.
+bool Scheduler::may_be_gathering(Index id) const {
+  const Entry& entry = entries_[id];
+  if (entry.collective == Phase::unneeded) return false;
+  for (Index i = entry_head_; i != id; i = entries_[i].next) {
+    const Entry& other = entries_[i];
+    const bool in_the_way = entry.bytes > 0 ? overlap(entry.offset, entry.bytes, other.offset, other.bytes)
+                                            : other.unit == entry.unit && !other.gradient;
+    if (in_the_way && !other.cancelled && !other.release_requested) return false;
+  }
+  const Unit& u = units_[entry.unit];
+  for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    const Index j = chunk_states_[c].waiting_job;
+    if (j != kNone && jobs_[j].entry == id) return false;
+  }
+  return true;
+}
+
 void Scheduler::cancel_expected() {
   ++cancellations_;
+  // What may be gathering already goes on as if the trainer had opened and released it.
+  std::uint64_t carried_key = 0;
+  for (Index id = entry_head_; id != kNone; id = entries_[id].next) {
+    if (!expected(id) || entries_[id].gradient || entries_[id].collective == Phase::unneeded) continue;
+    if (!may_be_gathering(id)) break;  // gathers go in order
+    carried_key = entries_[id].key;
+    entries_[id].carried = true;
+  }
   for (Index id = entry_tail_; id != kNone;) {
     const Index previous = entries_[id].previous;
-    if (!entries_[id].leased && !entries_[id].cancelled) {
+    if (!entries_[id].leased && !entries_[id].cancelled && !entries_[id].carried) {
       const std::uint64_t key = entries_[id].key;
       const Unit& u = units_[entries_[id].unit];
       for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
@@ -59,6 +102,14 @@ void Scheduler::cancel_expected() {
     }
     id = previous;
   }
+  for (Index id = entry_head_; id != kNone && carried_key != 0;) {
+    const Index next = entries_[id].next;
+    if (entries_[id].carried && !entries_[id].leased) {
+      entries_[id].leased = entries_[id].release_requested = entries_[id].released = true;
+      end_entry_if_over(id);
+    }
+    id = next;
+  }
   // Updates that wait for the trainer hold slots that what comes now may need.
   for (Index c = 0; c < chunks_.size() && waiting_updates_ != 0; ++c) {
     if (chunk_states_[c].waiting_job != kNone) skip_update(chunk_states_[c].waiting_job);
@@ -69,7 +120,8 @@ void Scheduler::cancel_expected() {
 void Scheduler::end_entry_if_over(Index id) {
   Entry& entry = entries_[id];
   if (!entry.alive || entry.in_flight != 0) return;
-  const bool over = entry.cancelled || (entry.committed && entry.missing == 0) ||
+  const bool collected = entry.collective == Phase::unneeded || entry.collective == Phase::done;
+  const bool over = entry.cancelled || (entry.committed && entry.missing == 0 && collected) ||
                     (entry.released && (entry.gradient || entry_ready(entry)));
   if (!over) return;
   entry.alive = false;

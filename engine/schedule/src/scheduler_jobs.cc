@@ -121,6 +121,9 @@ Scheduler::Phase& Scheduler::phase(Job& job, Task task) {
     case Task::update:
     case Task::accumulate:
       break;
+    case Task::gather:
+    case Task::reduce:
+      BALLAST_CHECK(false);
   }
   return job.cpu;
 }
@@ -186,6 +189,7 @@ void Scheduler::advance(Index j) {
       if (job.write == Phase::waiting && job.cpu == Phase::done) push(Task::write, j);
       break;
     case JobKind::gradient:
+      if (job.entry != kNone && !settled(entries_[job.entry].collective)) break;
       if (job.copy == Phase::waiting) push(Task::copy_out, j);
       if (job.cpu == Phase::waiting && settled(job.copy)) push(Task::accumulate, j);
       break;

@@ -149,8 +149,11 @@ std::string Scheduler::check() const {
   for (Index i = entry_head_; i != kNone; i = entries_[i].next) {
     const Entry& e = entries_[i];
     if (!e.cancelled && e.missing != missing[i]) return name("entry", i) + ": missing chunks do not add up";
-    if (e.in_flight != copying[i]) return name("entry", i) + ": copies do not add up";
-    if (e.committed && e.missing == 0 && e.in_flight == 0) return name("entry", i) + ": over, and still alive";
+    if (e.in_flight != copying[i] + (e.collective == Phase::running ? 1 : 0))
+      return name("entry", i) + ": copies do not add up";
+    const bool collected = e.collective == Phase::unneeded || e.collective == Phase::done;
+    if (e.committed && e.missing == 0 && e.in_flight == 0 && collected)
+      return name("entry", i) + ": over, and still alive";
   }
 
   // Slots: each has one owner; their queues hold what wants one, in order.
@@ -190,6 +193,24 @@ std::string Scheduler::check() const {
       if (!jobs_[j].alive || jobs_[j].key != order) return at() + ": stale task";
     }
     in_flight += ln.in_flight;
+  }
+  // Collectives: each waiting or running one is in its queue, in program order; only the first may run.
+  Index collectives = 0;
+  for (Index i = entry_head_; i != kNone; i = entries_[i].next) {
+    const Entry& e = entries_[i];
+    collectives += e.collective == Phase::waiting || e.collective == Phase::running ? 1 : 0;
+    in_flight += e.collective == Phase::running ? 1 : 0;
+    if (e.collective == Phase::running && (e.gradient ? reductions_ : gathers_).at(0) != i)
+      return name("entry", i) + ": its collective is out of turn";
+    if (e.collective == Phase::running && !e.gradient && (e.missing != 0 || !e.range_free))
+      return name("entry", i) + ": gathered before its own chunks are there";
+  }
+  if (collectives != gathers_.count + reductions_.count) return "collectives do not add up";
+  std::uint64_t before_key = 0;
+  for (Index i = 0; i < gathers_.count; ++i) {
+    const Entry& e = entries_[gathers_.at(i)];
+    if (!e.alive || e.gradient || e.cancelled || e.key <= before_key) return "gathers are out of order";
+    before_key = e.key;
   }
   if (in_flight != in_flight_) return "tasks in flight do not add up";
 
@@ -256,7 +277,8 @@ void Scheduler::serialize(std::vector<std::uint32_t>& out) const {
   for (Index i = entry_head_; i != kNone; i = entries_[i].next) {
     const Entry& e = entries_[i];
     out.push_back(e.unit | flag(e.gradient, 16) | flag(e.leased, 17) | flag(e.release_requested, 18) |
-                  flag(e.released, 19) | flag(e.cancelled, 20) | flag(e.committed, 21) | flag(e.range_free, 22));
+                  flag(e.released, 19) | flag(e.cancelled, 20) | flag(e.committed, 21) | flag(e.range_free, 22) |
+                  static_cast<std::uint32_t>(e.collective) << 23 | flag(e.carried, 26) | flag(e.expects_update, 27));
     out.push_back(rank_of(e.source) | e.missing << 8 | e.in_flight << 16 | e.reserved_jobs << 24);
     out.push_back(static_cast<std::uint32_t>(e.offset));
   }
@@ -286,7 +308,10 @@ void Scheduler::serialize(std::vector<std::uint32_t>& out) const {
     for (Index j = slots.waiting_head; j != kNone; j = jobs_[j].next_waiting) out.push_back(job_rank[j]);
     out.push_back(0xFFFFFFFFu);
   }
+  for (Index i = 0; i < reductions_.count; ++i) out.push_back(entry_rank[reductions_.at(i)]);
   for (Index unit = 0; unit < units_.size(); ++unit) {
+    if (units_[unit].gathered || units_[unit].reduced)
+      out.push_back(flag(unit_changed_[unit] != 0, 0) | flag(unit_committed_[unit] != 0, 1));
     for (const Copy& copy : copies_) {
       if (copy.unit != unit) continue;
       out.push_back(copy.unit | rank_of(copy.entry) << 16);
@@ -309,6 +334,8 @@ std::string Scheduler::describe() const {
     if (!e.range_free) text += ", waits for its range";
     if (e.source != kNone) text += ", shares the bytes of entry " + std::to_string(e.source);
     if (e.missing != 0) text += ", " + std::to_string(e.missing) + " chunks to come";
+    if (e.collective == Phase::waiting) text += e.gradient ? ", to be reduced" : ", to be gathered";
+    if (e.collective == Phase::running) text += e.gradient ? ", being reduced" : ", being gathered";
     if (e.in_flight != 0) text += ", " + std::to_string(e.in_flight) + " copies in flight";
     text += '\n';
   }

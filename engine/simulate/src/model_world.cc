@@ -101,6 +101,7 @@ void ModelWorld::check_gradient(const Content& gradient, Index chunk) {
 
 void ModelWorld::start(const Action& action) {
   const Index c = action.chunk;
+  if (c == kNone) return fail("a task without a chunk in a world of one rank");
   const schedule::Chunk& chunk = plan_->chunks[c];
   const schedule::Unit& unit = plan_->units[chunk.unit];
   const Index in_unit = c - unit.first_chunk;
@@ -170,6 +171,9 @@ void ModelWorld::start(const Action& action) {
       }
       break;
     }
+    case Task::gather:
+    case Task::reduce:
+      fail("a collective in a world of one rank");
   }
   in_flight_.push_back(flight);
 }
@@ -235,6 +239,9 @@ void ModelWorld::finish(std::size_t index) {
       write(gradient_home(c), sum);
       break;
     }
+    case Task::gather:
+    case Task::reduce:
+      break;
   }
 }
 

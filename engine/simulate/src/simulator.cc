@@ -98,6 +98,8 @@ class Clock {
       case Task::update:
         return serve(Resource::cpu, hardware_.cpu, 2 * (chunk.parameter_bytes + chunk.optimizer_bytes));
       case Task::accumulate:
+      case Task::gather:
+      case Task::reduce:
         break;
     }
     return serve(Resource::cpu, hardware_.cpu, 2 * chunk.gradient_bytes);

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scheduler: decides what to do next, and nothing else. A state machine that is told what happened (the trainer opened,
 // released or committed something; a task ended) and asked which tasks may start. No threads, clock, I/O, floating
 // point or allocation after construction; ties go to the earlier place in program order. The executor drives it on real
@@ -15,10 +16,17 @@
 // their own). What an earlier job waits for is therefore never held by a later one, except where the trainer leaves
 // the expected order: then cancel_expected() first gives everything back that no trainer holds.
 //
+// Several ranks: every rank runs a scheduler of its own over the chunks of its shard, and a unit's entries bring
+// *collectives*: a parameter entry, once its chunks have arrived, gathers the other ranks' shards; a committed gradient
+// entry is reduced before its jobs read it. Gathers happen in the order of appending, reductions in the order in which
+// the trainer asked for the commits; the two kinds are independent of each other. Which entries gather follows from
+// what the trainer did and from the order of appending alone, never from when something ended; so ranks whose trainers
+// do the same, and whose callers append the same entries at the same points, issue the same collectives in the same
+// order. cancel_expected() keeps that: an expected entry that some rank may have begun to gather is carried through.
+//
 // An update is *claimed* by the job that will do it, and by one only. A job queued ahead of its decision or gradient
 // *waits for the trainer*; a chunk has at most one of those, and no request of the trainer is ever queued behind
 // it: lease() turns it back into a fetch, or drops it, first.
-// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <array>
@@ -53,6 +61,8 @@ struct Unit {
   std::uint64_t parameter_bytes = 0;  // on the device; 0 where its parameters live there for good
   std::uint64_t gradient_bytes = 0;   // of scratch on the device
   bool stored_gradients = true;       // a place of their own in host or device memory; false: slots, consumed at once
+  bool gathered = false;              // parameters come from all ranks
+  bool reduced = false;               // gradients go to all ranks
 };
 
 struct Limits {
@@ -68,8 +78,8 @@ struct Limits {
   Index jobs = 1024;   // at least 5 for each chunk of the units that the trainer holds at once
 };
 
-enum class Task : std::uint8_t { read, write, copy_in, copy_out, update, accumulate };
-constexpr int kTaskCount = 6;
+enum class Task : std::uint8_t { read, write, copy_in, copy_out, update, accumulate, gather, reduce };
+constexpr int kTaskCount = 8;
 enum class SlotKind : std::uint8_t { none, fetch, update, gradient };
 enum class JobKind : std::uint8_t { fetch, update, gradient };
 
@@ -77,7 +87,8 @@ enum class JobKind : std::uint8_t { fetch, update, gradient };
 struct Action {
   Task task = Task::read;
   JobKind job_kind = JobKind::fetch;
-  Index job = kNone;  // identifies the job in finished()
+  Index job = kNone;    // identifies the job in finished()
+  Index entry = kNone;  // gather, reduce: the entry instead; they have no job and no chunk
   Index chunk = kNone;
   Index unit = kNone;
   SlotKind slot_kind = SlotKind::none;
@@ -120,9 +131,13 @@ class Scheduler {
   // absent. last: the unit's last contribution of this step; eager: updates run as gradients arrive. Queues one
   // gradient job per contributing chunk; the entry ends when they have read it.
   void commit_gradients(Index entry, std::span<const bool> contributes, bool last, bool eager);
+  // The trainer has asked for this gradient entry to be committed; commit_gradients() follows. Reductions happen in the
+  // order of these calls.
+  void note_commit_requested(Index entry);
   // Ends what is expected and not leased: the entries, their jobs as soon as nothing of them is in flight. An update
-  // that has begun on the CPU, or whose gradient is committed, is carried through. Updates that wait for the trainer
-  // are taken back from leased entries too (append_eager_updates() queues them again).
+  // that has begun on the CPU, or whose gradient is committed, is carried through, and so is a gather that some rank
+  // may have begun. Updates that wait for the trainer are taken back from leased entries too (append_eager_updates()
+  // queues them again).
   void cancel_expected();
   // Grows whenever expected entries are cancelled, by cancel_expected() or from within decide(), append_updates() or
   // append_eager_updates(): ids of expected entries remembered from before are void then.
@@ -146,7 +161,9 @@ class Scheduler {
 
   // --- questions ----------------------------------------------------------------------------------------------------
 
-  bool idle() const { return jobs_alive_ == 0; }  // no job is left
+  // No job and no collective is left.
+  bool idle() const { return jobs_alive_ == 0 && collectives_over(); }
+  bool collectives_over() const { return gathers_.count == 0 && reductions_.count == 0; }
   bool quiet() const { return in_flight_ == 0; }  // no task is in flight
   bool update_due(Index chunk) const { return chunk_states_[chunk].due || chunk_states_[chunk].owed; }
   bool unit_update_due(Index unit) const;  // decided (or committed eagerly) and not yet done
@@ -155,7 +172,7 @@ class Scheduler {
   // append_updates().
   bool unit_updates_coming(Index unit) const;
   bool unit_busy(Index unit) const;  // any job of the unit is alive
-  bool gradients_outstanding() const { return gradient_jobs_ != 0; }
+  bool gradients_outstanding() const { return gradient_jobs_ != 0 || reductions_.count != 0; }
   // The first live entry that overlaps a range, other than `except`; kNone: none. With leased_only, only entries whose
   // release the trainer has not asked for yet.
   Index overlapping(std::uint64_t offset, std::uint64_t bytes, Index except, bool leased_only) const;
@@ -220,7 +237,10 @@ class Scheduler {
     bool released = false;
     bool cancelled = false;
     bool committed = false;
-    bool range_free = false;  // nothing earlier overlaps
+    bool carried = false;         // cancelled, but for its gather
+    bool expects_update = false;  // gathers what the next decision updates
+    bool range_free = false;      // nothing earlier overlaps
+    Phase collective = Phase::unneeded;
     Index unit = kNone;
     bool to_check = false;
     Index source = kNone;                             // an earlier live entry whose bytes this one uses
@@ -260,6 +280,19 @@ class Scheduler {
     Index in_flight = 0;
   };
 
+  // Entries whose collectives are still to end, in the order in which all ranks do them; one at a time.
+  struct Collectives {
+    std::vector<Index> ring;
+    Index head = 0, count = 0;
+    Index at(Index i) const { return ring[(head + i) % ring.size()]; }
+    void push(Index entry) { ring[(head + count++) % ring.size()] = entry; }
+    void pop() {
+      head = (head + 1) % static_cast<Index>(ring.size());
+      --count;
+    }
+    void remove(Index entry);
+  };
+
   // A unit's parameters that are still on the device, valid until something is written over them.
   struct Copy {
     Index unit = kNone;
@@ -290,6 +323,9 @@ class Scheduler {
   void arrive(Index job);
   void finish_job(Index job);
   void cancel_entry(Index entry);
+  bool may_be_gathering(Index entry) const;
+  bool collective_may_start(Index entry) const;
+  bool gather_needed(Index unit, bool update_expected, bool reuse) const;
   void reserve_jobs(Entry& entry, Index count);
   // Due or owed, and no job will do it.
   bool unclaimed(Index chunk) const {
@@ -317,6 +353,9 @@ class Scheduler {
   Limits limits_;
   std::vector<ChunkState> chunk_states_;
   std::vector<Copy> copies_;
+  std::vector<std::uint8_t> unit_changed_;    // updated since the last gather that was appended
+  std::vector<std::uint8_t> unit_committed_;  // has committed gradients in the running step
+  Collectives gathers_, reductions_;
   std::vector<Entry> entries_;
   std::vector<Index> free_entries_;
   std::vector<Index> entries_to_check_;  // may be over
