@@ -25,6 +25,7 @@ class Group;
 struct Meeting {
   explicit Meeting(std::size_t ranks) : calls(ranks), present(ranks), stage(ranks), children(ranks) {}
   bool active = false;
+  bool agreed = false;
   std::uint64_t sequence = 0;
   std::vector<Call> calls;  // by rank, of those present
   std::vector<char> present;
@@ -175,6 +176,7 @@ class Group {
       unused = meetings_.back().get();
     }
     unused->active = true;
+    unused->agreed = false;
     unused->sequence = sequence;
     std::fill(unused->present.begin(), unused->present.end(), char{0});
     std::fill(unused->stage.begin(), unused->stage.end(), 0);
@@ -205,9 +207,7 @@ class Group {
       if (const auto odd = at_odds(meeting, members)) text += ". Besides, " + *odd;
       fail_and_throw(lock, text);
     }
-    if (!all_there()) latch_.throw_if_failed();
-    // All there and failed since: whoever judged at this point has latched why.
-    if (point == 1) latch_.throw_if_failed();
+    if (!all_there() || (point == 1 && !meeting.agreed)) latch_.throw_if_failed();
   }
 
   std::optional<std::string> at_odds(const Meeting& meeting, const Members& members) const {
@@ -221,9 +221,10 @@ class Group {
     return disagreement(signatures, ranks, members);
   }
 
-  void judge(std::unique_lock<std::mutex>& lock, const Meeting& meeting, const Members& members) {
+  void judge(std::unique_lock<std::mutex>& lock, Meeting& meeting, const Members& members) {
     const Signature& first = meeting.calls.front().signature;
     if (std::all_of(meeting.calls.begin(), meeting.calls.end(), [&](const Call& c) { return c.signature == first; })) {
+      meeting.agreed = true;
       return;
     }
     fail_and_throw(lock, *at_odds(meeting, members));
