@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <linux/magic.h>
 #include <sys/file.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <unistd.h>
@@ -67,6 +68,14 @@ AlignedBytes aligned_bytes(std::uint64_t alignment, std::uint64_t bytes) {
   return AlignedBytes(memory);
 }
 
+// A file that would grow beyond its limit ends the process with a signal: refused before.
+void check_size_limit(const std::string& path, std::uint64_t bytes) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY || bytes <= limit.rlim_cur) return;
+  throw IoError("chunk file " + path + " of " + base::format_size(bytes) + " is larger than this process may write, " +
+                base::format_size(limit.rlim_cur) + "; raise the limit on the size of files (ulimit -f)");
+}
+
 std::string directory_of(const std::string& path) {
   const std::size_t slash = path.rfind('/');
   return slash == std::string::npos ? "." : path.substr(0, std::max<std::size_t>(slash, 1));
@@ -114,7 +123,8 @@ void ChunkFile::open_and_lock(int lock_wait_ms) {
       throw IoError("chunk file " + path_ + " cannot be opened: " + errno_text(error_number) +
                     (error_number == EACCES || error_number == EPERM || error_number == EROFS || error_number == ENOENT
                          ? "; name a directory where you may write"
-                         : ""));
+                     : error_number == EMFILE ? "; raise the limit on open files (ulimit -n)"
+                                              : ""));
     }
     struct stat status;
     if (::fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) {
@@ -146,7 +156,11 @@ bool ChunkFile::try_lock() {
   // On the open file that transfers go through: while the kernel still writes for a killed process, it stays locked.
   while (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
     if (errno == EWOULDBLOCK) return false;
-    if (errno != EINTR) throw IoError("chunk file " + path_ + " cannot be locked: " + errno_text(errno));
+    if (errno == EINTR) continue;
+    const int error = errno;
+    if (made_) ::unlink(path_.c_str());
+    throw IoError("chunk file " + path_ + " cannot be locked: " + errno_text(error) +
+                  "; name a directory on a file system with locks (flock)");
   }
   return true;
 }
@@ -179,6 +193,7 @@ std::uint64_t ChunkFile::occupied_bytes() const {
 // EINVAL is how file systems and devices say that they want another alignment, or no direct I/O at all.
 bool ChunkFile::write_and_compare(const HeaderBlock& block, std::uint64_t alignment) {
   const std::uint64_t bytes = std::max<std::uint64_t>(alignment, block.size());
+  check_size_limit(path_, bytes);
   const AlignedBytes memory = aligned_bytes(alignment, bytes);
   std::memcpy(memory.get(), block.data(), block.size());
   if (const int error = write_fully(descriptor_, memory.get(), bytes, 0); error != 0) {
@@ -222,6 +237,7 @@ void ChunkFile::choose_mode(const HeaderBlock& block, std::string* reason) {
 }
 
 void ChunkFile::reserve(std::uint64_t bytes, bool fresh, const Note& note) {
+  check_size_limit(path_, bytes);
   if (fresh && ::ftruncate(descriptor_, 0) != 0) {
     throw IoError("chunk file " + path_ + " cannot be emptied: " + errno_text(errno));
   }
@@ -233,7 +249,10 @@ void ChunkFile::reserve(std::uint64_t bytes, bool fresh, const Note& note) {
   if (error == EOPNOTSUPP || error == ENOSYS) {
     note("space for " + path_ +
          " cannot be reserved ahead on this file system; a disk that fills up later will stop the run");
-  } else if (error == ENOSPC || error == EDQUOT || error == EFBIG) {
+  } else if (error == EFBIG) {
+    throw IoError("chunk file " + path_ + " of " + base::format_size(bytes) +
+                  " is larger than its file system allows; name a path on another one, or more paths");
+  } else if (error == ENOSPC || error == EDQUOT) {
     throw IoError("not enough space in " + directory_of(path_) + " for " + path_ + ": wanted " +
                   base::format_size(bytes) + ", free " + base::format_size(free_bytes(directory_of(path_))) + " (" +
                   errno_text(error) + "); free some, name another path, or lower what is stored");

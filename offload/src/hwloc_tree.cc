@@ -2,12 +2,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "hwloc_tree.h"
 
+#include <sched.h>
+
 #include <cerrno>
 #include <cstring>
 
 namespace ballast::offload {
 
 HwlocTree::HwlocTree() {
+  // hwloc asks with ever larger masks until it is answered: for ever, where a filter answers no.
+  cpu_set_t mask;
+  if (sched_getaffinity(0, sizeof mask, &mask) != 0 && errno != EINVAL) {
+    error_ = std::string("the affinity mask cannot be read (") + std::strerror(errno) + ")";
+    return;
+  }
   if (hwloc_topology_init(&tree_) != 0) {
     tree_ = nullptr;
     error_ = "hwloc cannot start";

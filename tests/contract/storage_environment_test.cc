@@ -293,6 +293,42 @@ TEST(StorageEnvironment, OverlayAndTmpfsAreUsedDirectlyOrBufferedAsTheyAllow) {
       "no right to mount here");
 }
 
+TEST(StorageEnvironment, ALimitOnTheSizeOfFilesIsRefusedInsteadOfEndingTheProcess) {
+  test::ScratchDirectory directory;
+  for (const rlim_t bytes : {rlim_t{1} << 10, rlim_t{1} << 20}) {
+    const int status = test::in_child([&] {
+      limit(RLIMIT_FSIZE, bytes);
+      try {
+        expect_store_works({directory.path()});
+        throw Wrong("accepted");
+      } catch (const IoError& error) {
+        expect(contains(error.what(), "ulimit -f") && contains(error.what(), directory.path()), error.what());
+      }
+      return 0;
+    });
+    EXPECT_TRUE(test::exited_with(status, 0)) << status;
+    EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+  }
+}
+
+TEST(StorageEnvironment, AFileSystemWithoutLocksIsRefusedAndNothingStays) {
+  test::ScratchDirectory directory;
+  for (const int error_number : {ENOLCK, ENOSYS}) {
+    const int status = test::in_child([&] {
+      deny({SYS_flock}, error_number);
+      try {
+        expect_store_works({directory / "states"});
+        throw Wrong("accepted");
+      } catch (const IoError& error) {
+        expect(contains(error.what(), "locked") && contains(error.what(), "flock"), error.what());
+      }
+      return 0;
+    });
+    EXPECT_TRUE(test::exited_with(status, 0)) << status;
+    EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+  }
+}
+
 TEST(StorageEnvironment, ADirectoryWithoutTheRightToWriteIsRefusedByNameInTheCallersThread) {
   test::ScratchDirectory directory;
   ::chmod(directory.path().c_str(), 0555);
