@@ -225,6 +225,13 @@ void EngineImplementation::commit() {
     } catch (const IoError&) {
       if (!placement.automatic) throw;  // automatic placement may do without; where it cannot, opening says why
     }
+    if (communicator_->world_size() > 1) {
+      // What differs must not make the ranks' plans differ; and no probe is left that removes a directory it has made.
+      std::vector<std::uint64_t> all(static_cast<std::size_t>(communicator_->world_size()));
+      communicator_->all_gather(std::as_bytes(std::span(&inputs.alignment_bytes, 1)),
+                                std::as_writable_bytes(std::span(all)));
+      inputs.alignment_bytes = *std::max_element(all.begin(), all.end());
+    }
   }
   plan_ = engine::make_plan(specs_, config_, inputs);
 

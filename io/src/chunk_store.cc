@@ -294,10 +294,21 @@ std::uint64_t ChunkStore::probe_alignment_bytes(const std::vector<std::string>& 
   MadeDirectories directories;
   try {
     for (const std::string& directory : paths) {
-      directories.make(directory);
       // A name that no store and no other probe uses.
       static std::atomic<unsigned> count{0};
-      ChunkFile file(directory + "/ballast-probe-" + std::to_string(::getpid()) + "-" + std::to_string(++count), 0);
+      const std::string name =
+          directory + "/ballast-probe-" + std::to_string(::getpid()) + "-" + std::to_string(++count);
+      // Another rank that probes the same directory may have made it, and remove it again before we are in.
+      std::optional<ChunkFile> opened;
+      for (int tries = 0; !opened; ++tries) {
+        directories.make(directory);
+        try {
+          opened.emplace(name, 0);
+        } catch (const IoError&) {
+          if (tries == 100 || ::access(directory.c_str(), F_OK) == 0) throw;
+        }
+      }
+      ChunkFile& file = *opened;
       file.remove_at_close();
       std::string reason;
       file.choose_mode(HeaderBlock{}, &reason);

@@ -171,7 +171,18 @@ void Scheduler::skip_waiting(Index unit, Index id) {
 bool Scheduler::entry_ready(const Entry& entry) const {
   if (entry.gradient) return entry.range_free;
   if (entry.source != kNone) return entry_ready(entries_[entry.source]);
-  return entry.missing == 0 && (entry.collective == Phase::unneeded || entry.collective == Phase::done);
+  if (entry.missing != 0) return false;
+  if (entry.collective != Phase::unneeded) return entry.collective == Phase::done;
+  if (!units_[entry.unit].gathered || entry.bytes > 0) return true;
+  // Parameters that live on the device: an earlier entry of the unit may still be gathering them.
+  for (Index i = entry_head_; entries_[i].key < entry.key; i = entries_[i].next) {
+    const Entry& other = entries_[i];
+    if (other.unit == entry.unit && !other.gradient && other.collective != Phase::unneeded &&
+        other.collective != Phase::done) {
+      return false;
+    }
+  }
+  return true;
 }
 
 bool Scheduler::ready(Index entry) const {
@@ -454,8 +465,8 @@ void Scheduler::finished(const Action& action) {
       if (chunk_states_[c].gradient_head != kNone) advance(chunk_states_[c].gradient_head);
     }
     check_later(action.entry);
-    for (Index i = entry.next; i != kNone && entry.dependents != 0; i = entries_[i].next) {
-      if (entries_[i].source != kNone && entries_[i].released) check_later(i);
+    for (Index i = entry.next; i != kNone && !entry.gradient; i = entries_[i].next) {
+      if (entries_[i].unit == entry.unit && !entries_[i].gradient && entries_[i].released) check_later(i);
     }
     settle();
     return;
