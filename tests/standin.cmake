@@ -1,0 +1,39 @@
+# The stand-in for CUDA, and what runs over it: the sources of the back end as they are, compiled by the C++ compiler
+# and linked with tests/standin in place of the vendor's library. Where the vendor's headers are found they are used, so
+# that our calls and the stand-in's agree with them; elsewhere the few declarations of tests/standin/headers do.
+# SPDX-License-Identifier: Apache-2.0
+find_path(BALLAST_CUDA_INCLUDE_DIR cuda_runtime_api.h HINTS ${CUDAToolkit_INCLUDE_DIRS} /usr/local/cuda/include)
+mark_as_advanced(BALLAST_CUDA_INCLUDE_DIR)
+set(standin_own_headers ${CMAKE_CURRENT_SOURCE_DIR}/standin/headers)
+set(standin_kernel_sources ${PROJECT_SOURCE_DIR}/kernels/cuda/src/adam.cu ${PROJECT_SOURCE_DIR}/kernels/cuda/src/arrays.cu)
+set_source_files_properties(${standin_kernel_sources} PROPERTIES LANGUAGE CXX)
+set(cuda_sources ${PROJECT_SOURCE_DIR}/offload/cuda/src)
+
+# ballast_add_standin(<target> <folder of cuda_runtime_api.h>)
+function(ballast_add_standin target headers)
+  add_library(${target} STATIC
+    standin/src/streams.cc standin/src/world.cc ${standin_kernel_sources}
+    ${cuda_sources}/cuda_device.cc ${cuda_sources}/cuda_kernels.cc ${cuda_sources}/cuda_stream.cc
+    ${cuda_sources}/device_state.cc)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  target_include_directories(${target} PUBLIC standin/include ${PROJECT_SOURCE_DIR}/offload/cuda/include
+                             ${PROJECT_SOURCE_DIR}/kernels/cuda/include PRIVATE ${PROJECT_SOURCE_DIR}/kernels/cuda/src)
+  target_include_directories(${target} SYSTEM PUBLIC ${headers})
+  target_link_libraries(${target} PUBLIC ballast_offload ballast_kernels ballast_base PRIVATE Threads::Threads ballast_build)
+endfunction()
+
+if(BALLAST_CUDA_INCLUDE_DIR)
+  ballast_add_standin(ballast_standin ${BALLAST_CUDA_INCLUDE_DIR})
+  # Compiled here too, so that they do not go stale where nobody needs them.
+  ballast_add_standin(ballast_standin_own_headers ${standin_own_headers})
+else()
+  ballast_add_standin(ballast_standin ${standin_own_headers})
+endif()
+
+ballast_add_test(standin_device_test LABEL contract TIMEOUT 300
+  SOURCES contract/standin_device_test.cc LIBRARIES ballast_standin)
+
+# The same sources over the vendor's library: they link everywhere, and run where there is a GPU.
+if(BALLAST_HAVE_CUDA)
+  ballast_add_test(cuda_device_test LABEL gpu TIMEOUT 120 SOURCES gpu/cuda_device_test.cc LIBRARIES ballast::cuda)
+endif()
