@@ -5,7 +5,8 @@
 find_path(BALLAST_CUDA_INCLUDE_DIR cuda_runtime_api.h HINTS ${CUDAToolkit_INCLUDE_DIRS} /usr/local/cuda/include)
 mark_as_advanced(BALLAST_CUDA_INCLUDE_DIR)
 set(standin_own_headers ${CMAKE_CURRENT_SOURCE_DIR}/standin/headers)
-set(standin_kernel_sources ${PROJECT_SOURCE_DIR}/kernels/cuda/src/adam.cu ${PROJECT_SOURCE_DIR}/kernels/cuda/src/arrays.cu)
+set(standin_kernel_sources
+    ${PROJECT_SOURCE_DIR}/kernels/cuda/src/adam.cu ${PROJECT_SOURCE_DIR}/kernels/cuda/src/arrays.cu)
 set_source_files_properties(${standin_kernel_sources} PROPERTIES LANGUAGE CXX)
 set(cuda_sources ${PROJECT_SOURCE_DIR}/offload/cuda/src)
 
@@ -19,7 +20,8 @@ function(ballast_add_standin target headers)
   target_include_directories(${target} PUBLIC standin/include ${PROJECT_SOURCE_DIR}/offload/cuda/include
                              ${PROJECT_SOURCE_DIR}/kernels/cuda/include PRIVATE ${PROJECT_SOURCE_DIR}/kernels/cuda/src)
   target_include_directories(${target} SYSTEM PUBLIC ${headers})
-  target_link_libraries(${target} PUBLIC ballast_offload ballast_kernels ballast_base PRIVATE Threads::Threads ballast_build)
+  target_link_libraries(${target} PUBLIC ballast_offload ballast_kernels ballast_base
+                        PRIVATE Threads::Threads ballast_build)
 endfunction()
 
 if(BALLAST_CUDA_INCLUDE_DIR)

@@ -107,6 +107,8 @@ void CUstream_st::run_item(Item& item) {
     standin::kill(cudaErrorLaunchFailure);
     return;
   }
+  const std::shared_lock running(standin::execution());
+  if (standin::sticky() != cudaSuccess) return;
   switch (item.kind) {
     case Kind::copy:
       std::memmove(standin::host_view(item.destination), standin::host_view(item.source), item.bytes);

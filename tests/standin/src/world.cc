@@ -108,6 +108,8 @@ bool is_sticky(cudaError_t error) {
 cudaError_t sticky() { return static_cast<cudaError_t>(world().sticky.load(std::memory_order_acquire)); }
 
 void kill(cudaError_t error) {
+  // What runs has ended before anybody learns of the failure, and frees its memory.
+  const std::unique_lock lock(execution());
   int none = 0;
   world().sticky.compare_exchange_strong(none, static_cast<int>(error));
 }
@@ -131,6 +133,11 @@ cudaError_t enter(std::string_view function) {
 cudaError_t leave(cudaError_t error) {
   if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
   return error;
+}
+
+std::shared_mutex& execution() {
+  static std::shared_mutex instance;
+  return instance;
 }
 
 Counts& counts() {

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -21,8 +22,9 @@ namespace standin {
 cudaError_t enter(std::string_view function);
 // What a call returns: kept for cudaGetLastError().
 cudaError_t leave(cudaError_t error);
-cudaError_t sticky();          // cudaSuccess while the device is well
-void kill(cudaError_t error);  // a sticky error
+cudaError_t sticky();            // cudaSuccess while the device is well
+std::shared_mutex& execution();  // shared by whatever runs, on any stream
+void kill(cudaError_t error);    // a sticky error
 bool is_sticky(cudaError_t error);
 std::uint64_t timing_seed();
 
