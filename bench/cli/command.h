@@ -40,6 +40,9 @@ class EngineOptions {
   std::vector<std::string> settings_;
 };
 
+// Accepts 0 to 2^64 - 1 in digits (the parser itself would take what is larger for the largest).
+CLI::Validator whole_number();
+
 // A size such as "2GiB" given to an option. Throws ConfigError naming the option.
 std::uint64_t size_option(const std::string& option, const std::string& text);
 

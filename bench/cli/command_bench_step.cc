@@ -279,7 +279,7 @@ Command add_bench_step(CLI::App& bench) {
       ->check(positive)
       ->capture_default_str();
   parser->add_option("--seed", options->seed, "Of the initial parameters")
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole_number())
       ->capture_default_str();
   parser->add_option("--json", options->json, "Write all figures to FILE")->type_name("FILE");
   parser->add_option("--trace", options->trace, "Write a timeline for Perfetto to FILE")->type_name("FILE");

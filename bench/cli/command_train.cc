@@ -3,7 +3,9 @@
 #include <ballast/base/error.h>
 #include <ballast/base/size.h>
 #include <ballast/engine/engine.h>
+#include <ballast/offload/topology.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -41,6 +43,16 @@ struct Options {
   std::string json, log, trace;
 };
 
+// What the kernel would end the process for is refused.
+void admit_memory(std::uint64_t bytes) {
+  constexpr std::uint64_t kHeadroomBytes = 16 * base::kMiB;  // for page tables and heap
+  const std::uint64_t free = offload::free_memory_bytes(offload::discover_topology());
+  if (bytes <= free && free - bytes >= kHeadroomBytes) return;
+  throw PlanError("activations and batches of " + base::format_size(bytes) + " do not fit the " +
+                  base::format_size(free) +
+                  " of memory that are free; take a smaller --batch or --sequence, or more --micro-batches");
+}
+
 gpt::TrainSettings settings_of(const Options& options) {
   gpt::TrainSettings settings;
   settings.micro_batches = options.micro_batches;
@@ -48,6 +60,7 @@ gpt::TrainSettings settings_of(const Options& options) {
   settings.sequence = options.sequence;
   settings.order = options.order == "vertical" ? gpt::MicroBatchOrder::vertical : gpt::MicroBatchOrder::horizontal;
   settings.seed = options.seed;
+  settings.admit_memory = admit_memory;
   return settings;
 }
 
@@ -144,7 +157,7 @@ void run_steps(const Options& options, Engine& engine, gpt::GptTrainer& trainer,
   const Clock::time_point begin = Clock::now();
   const auto since = [](Clock::time_point from) { return std::chrono::duration<double>(Clock::now() - from).count(); };
   record->steady_begin = engine.report();
-  record->steps.reserve(steps);
+  record->steps.reserve(std::min<std::size_t>(steps, 1 << 16));
   for (std::size_t i = 0; i < steps; ++i) {
     InterruptGuard::check();
     if (i == warm_up_steps(steps)) record->steady_begin = report_at_rest(engine);
@@ -243,7 +256,7 @@ Command add_train(CLI::App& app) {
       ->capture_default_str();
   parser->add_option("--learning-rate", options->learning_rate, "Instead of optimizer.learning_rate");
   parser->add_option("--seed", options->seed, "Of the initial parameters and of the batches")
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole_number())
       ->capture_default_str();
   parser->add_option("--checkpoint", options->checkpoint, "Folder for checkpoints")->type_name("DIR");
   parser->add_option("--every", options->every, "Steps between checkpoints")->check(positive);

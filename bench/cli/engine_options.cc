@@ -3,6 +3,8 @@
 #include <ballast/base/error.h>
 #include <ballast/base/size.h>
 
+#include <charconv>
+
 #include "command.h"
 
 namespace ballast::cli {
@@ -24,6 +26,19 @@ Config EngineOptions::load() const {
     overrides.emplace_back(setting.substr(0, equals), setting.substr(equals + 1));
   }
   return path_.empty() ? Config::from_json("{}", "configuration", overrides) : Config::from_file(path_, overrides);
+}
+
+CLI::Validator whole_number() {
+  return CLI::Validator(
+      [](const std::string& text) {
+        std::uint64_t value = 0;
+        const char* const end = text.data() + text.size();
+        const auto [at, error] = std::from_chars(text.data(), end, value);
+        return error == std::errc() && at == end
+                   ? std::string()
+                   : "\"" + text.substr(0, 60) + "\" is no whole number from 0 to 2^64 - 1";
+      },
+      "");
 }
 
 std::uint64_t size_option(const std::string& option, const std::string& text) {

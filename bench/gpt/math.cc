@@ -75,6 +75,7 @@ class Math final : public GptMath {
     make_products();
     std::size_t bytes = 0;
     lay_out(nullptr, bytes);
+    if (options.admit_memory) options.admit_memory(bytes);
     arena_.emplace(bytes);
     bytes = 0;
     lay_out(arena_->base(), bytes);

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -32,7 +33,8 @@ struct MathOptions {
   DataType parameters = DataType::bf16;
   DataType gradients = DataType::fp32;
   int threads = 1;
-  bool always_widen = false;  // multiply in fp32 even where bf16 products exist
+  bool always_widen = false;                              // multiply in fp32 even where bf16 products exist
+  std::function<void(std::uint64_t bytes)> admit_memory;  // asked before so much is taken; may throw
 };
 
 // One thread at a time. All memory is taken by create(). Each block keeps its input alone (per slot); backward computes

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "model.h"
 
@@ -21,6 +22,7 @@ struct TrainSettings {
   int world_size = 1;
   int rank = 0;
   int threads = 0;  // of the maths; 0: as OMP_NUM_THREADS, affinity and CPU quota say
+  std::function<void(std::uint64_t bytes)> admit_memory;  // asked before so much host memory is taken; may throw
 
   // Throws ConfigError with the numbers.
   void validate(const GptShape& shape) const;

@@ -47,6 +47,7 @@ class GptTrainer::Implementation {
     options.parameters = config.precision.parameters;
     options.gradients = config.precision.gradients;
     options.threads = settings.threads > 0 ? settings.threads : default_threads();
+    options.admit_memory = settings.admit_memory;
     math_ = GptMath::create(shape, options);
 
     for (GptUnit& unit : gpt_units(shape)) {
@@ -59,9 +60,12 @@ class GptTrainer::Implementation {
                         static_cast<int>(settings.micro_batches));
     stream_ = engine.stream();
 
-    batch_.resize(static_cast<std::size_t>(settings.micro_batches * sequences_ * (settings.sequence + 1)));
+    const auto batch_bytes = static_cast<std::size_t>(settings.micro_batches * sequences_ * (settings.sequence + 1));
+    const auto jobs = static_cast<std::size_t>(settings.micro_batches * (2 * shape.layers + 4));
+    if (settings.admit_memory) settings.admit_memory(batch_bytes + jobs * sizeof(Job));
+    batch_.resize(batch_bytes);
     losses_.resize(static_cast<std::size_t>(settings.micro_batches));
-    jobs_.resize(static_cast<std::size_t>(settings.micro_batches * (2 * shape.layers + 4)));
+    jobs_.resize(jobs);
     step_options_.micro_batches = static_cast<int>(settings.micro_batches);
     discards_max_ = config.loss_scale.kind == Config::LossScale::Kind::dynamic ? kDiscardsMaxScaled : kDiscardsMax;
   }

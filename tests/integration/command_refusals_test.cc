@@ -81,7 +81,8 @@ TEST_F(Refusals, NumbersOutsideTheirRange) {
   refused(train({"--order", "diagonal"}), 2, {"--order", "vertical"});
   for (const char* value : {"-1", "nan", "inf", "fast"})
     refused(train({"--learning-rate", value}), 2, {"learning-rate"});
-  refused(train({"--seed", "-1"}), 2, {"--seed"});
+  for (const char* value : {"-1", "18446744073709551616", "1.5", "1e3", "", "many"})
+    refused(train({"--seed", value}), 2, {"--seed"});
   refused(train({"--micro-batches", "3"}), 2, {"batch"});
 }
 
@@ -132,6 +133,17 @@ TEST_F(Refusals, ModelsThatMeanNothing) {
   refused(with(R"({"type": "bert", "layers": 1, "width": 64, )" + shape + "}"), 2, {"type"});
   refused(with(R"({"type": "gpt", "layers": 1, "width": 64, "head": 1, )" + shape + "}"), 2, {"head"});
   refused(with("{"), 2, {"model.json"});
+}
+
+TEST_F(Refusals, BatchesWhoseActivationsTheMemoryDoesNotHold) {
+  Arguments arguments = train({});
+  arguments[2] = source_path("configs/models/gpt-175b.json");
+  arguments[10] = "2048";
+  arguments[12] = "1048576";
+  refused(arguments, 2, {"activations", "free", "--batch"});
+  arguments = train({"--micro-batches", "134217728"});
+  arguments[12] = "134217728";
+  refused(arguments, 2, {"batches", "free", "--batch"});
 }
 
 TEST_F(Refusals, TextsThatCannotBeTrainedOn) {
