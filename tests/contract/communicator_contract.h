@@ -23,6 +23,8 @@
 #include <thread>
 #include <vector>
 
+#include "stress/allocation_counter.h"
+
 namespace ballast::testing {
 
 using Body = std::function<void(Communicator&)>;
@@ -45,6 +47,13 @@ inline std::vector<World> worlds_of_several() {
 
 constexpr std::chrono::milliseconds kPatient{60000};  // nothing is late
 constexpr std::chrono::milliseconds kShort{700};      // for ranks that are
+
+// The largest sizes, in elements over all ranks: a sanitizer makes the test's own arithmetic slow.
+#ifdef BALLAST_SANITIZED
+constexpr std::size_t kManyElements = 90001;
+#else
+constexpr std::size_t kManyElements = 900001;
+#endif
 
 inline std::uint64_t contract_seed() {
   const char* const text = std::getenv("BALLAST_SEED");
@@ -173,7 +182,8 @@ TEST_P(CommunicatorContract, BytesAreGatheredAndBroadcastAtAnySize) {
   run(kPatient, [&](Communicator& c) {
     base::Random random(seed_ + 1);
     for (int round = 0; round < 30; ++round) {
-      const std::size_t bytes = round < 3 ? at(round) : random.below(round % 8 == 0 ? 9000000 / at(size()) : 400);
+      const std::size_t bytes =
+          round < 3 ? at(round) : random.below(round % 8 == 0 ? 10 * kManyElements / at(size()) : 400);
       const auto content = [&](int r) {
         std::vector<std::byte> out(bytes);
         for (std::size_t i = 0; i < bytes; ++i) {
@@ -199,7 +209,8 @@ TEST_P(CommunicatorContract, GathersPartsInPlaceOnAStream) {
     RankStream stream;
     base::Random random(seed_ + 2);
     for (int round = 0; round < 20; ++round) {
-      const std::size_t bytes = round < 3 ? at(round) : random.below(round % 6 == 0 ? 9000000 / at(size()) : 5000);
+      const std::size_t bytes =
+          round < 3 ? at(round) : random.below(round % 6 == 0 ? 10 * kManyElements / at(size()) : 5000);
       std::vector<std::byte> data(bytes * at(size()), std::byte{0xEE});
       const auto mine = data_of(seed_ + at(round), c.rank(), DataType::bf16, bytes / 2 + 1);
       if (bytes != 0) std::memcpy(data.data() + at(c.rank()) * bytes, mine.data(), bytes);
@@ -221,7 +232,8 @@ TEST_P(CommunicatorContract, ReduceScatterAddsInRankOrderAndRoundsOnce) {
     base::Random random(seed_ + 3);
     for (const DataType type : kTypes) {
       for (int round = 0; round < 12; ++round) {
-        const std::size_t part = round < 3 ? at(round) : random.below(round % 6 == 0 ? 900000 / at(size()) : 5000);
+        const std::size_t part =
+            round < 3 ? at(round) : random.below(round % 6 == 0 ? kManyElements / at(size()) : 5000);
         const std::uint64_t seed = seed_ + at(round);
         auto data = data_of(seed, c.rank(), type, part * at(size()));
         const std::size_t bytes = part * element_bytes(type);
@@ -251,7 +263,7 @@ TEST_P(CommunicatorContract, AllReduceAddsInRankOrderInPlace) {
     base::Random random(seed_ + 4);
     for (const DataType type : kTypes) {
       for (int round = 0; round < 10; ++round) {
-        const std::size_t elements = round < 3 ? at(round) : random.below(round % 5 == 0 ? 900001 : 3000);
+        const std::size_t elements = round < 3 ? at(round) : random.below(round % 5 == 0 ? kManyElements : 3000);
         const std::uint64_t seed = seed_ + 50 + at(round);
         auto data = data_of(seed, c.rank(), type, elements);
         c.all_reduce_sum(data.data(), elements, type, *stream);

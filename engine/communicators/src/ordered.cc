@@ -48,6 +48,8 @@ auto OrderedState::guarded(const Work& work) {
     return work();
   } catch (const CommunicationError&) {
     throw;
+  } catch (const UsageError&) {
+    throw;  // the same on every rank
   } catch (const std::exception& error) {
     abort(error.what());
     throw;

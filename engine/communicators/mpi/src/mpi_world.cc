@@ -1,0 +1,194 @@
+// MPI's beginning and end, the duplicate that all goes over, and tags.
+// SPDX-License-Identifier: Apache-2.0
+#include "mpi_world.h"
+
+#include <ballast/base/check.h>
+#include <ballast/base/error.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <string>
+#include <thread>
+
+#include "call.h"
+#include "mpi_result.h"
+
+namespace ballast::communicators {
+
+std::string mpi_text(int code) {
+  char text[MPI_MAX_ERROR_STRING + 1] = {};
+  int length = 0;
+  if (MPI_Error_string(code, text, &length) != MPI_SUCCESS) return "MPI error " + std::to_string(code);
+  return std::string(text, static_cast<std::size_t>(length));
+}
+
+void Backoff::reset() {
+  tries_ = 0;
+  since_ = std::chrono::steady_clock::now();
+}
+
+void Backoff::pause() {
+  if (!sleeps()) {
+    ++tries_;
+    sched_yield();
+    return;
+  }
+  const auto waited = std::chrono::steady_clock::now() - since_;
+  const std::chrono::nanoseconds sleep = waited / 16;
+  std::this_thread::sleep_for(
+      std::clamp<std::chrono::nanoseconds>(sleep, std::chrono::microseconds(20), std::chrono::milliseconds(1)));
+}
+
+namespace {
+
+// Tests until done; false when the deadline passes first.
+bool finish_by(MPI_Request& request, std::chrono::steady_clock::time_point deadline, const char* call) {
+  Backoff backoff;
+  for (;;) {
+    int done = 0;
+    check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), call);
+    if (done != 0) return true;
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    backoff.pause();
+  }
+}
+
+constexpr int kTagPhaseBits = 2;
+
+}  // namespace
+
+// One for all worlds of the process. Finalises MPI only where it initialised it.
+class MpiRuntime {
+ public:
+  static std::shared_ptr<MpiRuntime> open(bool initialize, std::chrono::nanoseconds timeout) {
+    static std::mutex mutex;
+    static std::weak_ptr<MpiRuntime> current;
+    const std::lock_guard lock(mutex);
+    if (auto runtime = current.lock()) return runtime;
+    int finalized = 0;
+    check_mpi(MPI_Finalized(&finalized), "MPI_Finalized");
+    if (finalized != 0) {
+      throw UsageError(
+          "MPI has been finalised, and cannot be initialised again in this process. Keep a communicator "
+          "for as long as another may be made");
+    }
+    int initialized = 0;
+    check_mpi(MPI_Initialized(&initialized), "MPI_Initialized");
+    auto runtime = std::make_shared<MpiRuntime>();
+    if (initialized == 0) {
+      if (!initialize) {
+        throw UsageError(
+            "MPI is not initialised: call MPI_Init_thread with MPI_THREAD_MULTIPLE before a communicator is "
+            "made, or set MpiOptions::initialize");
+      }
+      int provided = 0;
+      check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
+      runtime->ours_ = true;
+    }
+    int level = 0;
+    check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
+    if (level != MPI_THREAD_MULTIPLE) {
+      const char* const names[] = {"MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED"};
+      const int known = level == MPI_THREAD_SINGLE ? 0 : level == MPI_THREAD_FUNNELED ? 1 : 2;
+      throw UsageError(std::string("MPI runs with ") + names[known] +
+                       ", and communicators need MPI_THREAD_MULTIPLE: collectives run on threads of their own. " +
+                       (runtime->ours_ ? "This MPI library does not offer it; install one that does"
+                                       : "Ask MPI_Init_thread for it"));
+    }
+    runtime->timeout_ = timeout;
+    current = runtime;
+    return runtime;
+  }
+
+  ~MpiRuntime() {
+    if (!ours_ || broken_) return;
+    try {
+      // MPI_Finalize waits for all, without end: so see that all are there.
+      MPI_Request request = MPI_REQUEST_NULL;
+      check_mpi(MPI_Ibarrier(MPI_COMM_WORLD, &request), "MPI_Ibarrier");
+      if (!finish_by(request, std::chrono::steady_clock::now() + timeout_, "MPI_Test")) return;
+      check_mpi(MPI_Finalize(), "MPI_Finalize");
+    } catch (const std::exception&) {
+      // The process ends without; mpirun says so.
+    }
+  }
+  MpiRuntime() = default;
+  MpiRuntime(const MpiRuntime&) = delete;
+  MpiRuntime& operator=(const MpiRuntime&) = delete;
+
+  void set_broken() noexcept { broken_ = true; }
+
+ private:
+  bool ours_ = false;
+  std::chrono::nanoseconds timeout_{};
+  std::atomic<bool> broken_{false};
+};
+
+std::shared_ptr<MpiWorld> MpiWorld::open(const MpiOptions& options, std::chrono::nanoseconds timeout) {
+  std::shared_ptr<MpiWorld> world(new MpiWorld);
+  world->runtime_ = MpiRuntime::open(options.initialize, timeout);
+  const MPI_Comm given =
+      options.communicator != nullptr ? *static_cast<const MPI_Comm*>(options.communicator) : MPI_COMM_WORLD;
+  if (given == MPI_COMM_NULL) throw UsageError("the MPI communicator handed in is MPI_COMM_NULL");
+  int between_groups = 0;
+  check_mpi(MPI_Comm_test_inter(given, &between_groups), "MPI_Comm_test_inter");
+  if (between_groups != 0) throw UsageError("the MPI communicator handed in is an intercommunicator");
+  check_mpi(MPI_Comm_rank(given, &world->rank_), "MPI_Comm_rank");
+  check_mpi(MPI_Comm_size(given, &world->size_), "MPI_Comm_size");
+
+  // The handle is written when the duplicate is done; where it never is, the place must outlive this call.
+  auto duplicate = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
+  MPI_Request request = MPI_REQUEST_NULL;
+  check_mpi(MPI_Comm_idup(given, duplicate.get(), &request), "MPI_Comm_idup");
+  if (!finish_by(request, std::chrono::steady_clock::now() + timeout, "MPI_Test of MPI_Comm_idup")) {
+    static_cast<void>(duplicate.release());
+    world->set_broken();
+    throw CommunicationError("not all of the " + std::to_string(world->size_) +
+                             " ranks came to make a communicator within " + format_seconds(timeout) + " (rank " +
+                             std::to_string(world->rank_) +
+                             " waits). Every rank must make it; where one is only slow, raise "
+                             "communication.timeout_seconds");
+  }
+  world->comm_ = *duplicate;
+  check_mpi(MPI_Comm_set_errhandler(world->comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+
+  int* bound = nullptr;
+  int found = 0;
+  check_mpi(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, static_cast<void*>(&bound), &found), "MPI_Comm_get_attr");
+  const std::int64_t tags = (found != 0 ? std::int64_t{*bound} : std::int64_t{32767}) + 1;
+  int bits = 0;
+  while ((std::int64_t{2} << bits) <= tags) ++bits;
+  BALLAST_CHECK(bits >= 15);  // the standard's least
+  world->context_bits_ = (bits - kTagPhaseBits) * 2 / 5;
+  world->sequence_bits_ = bits - kTagPhaseBits - world->context_bits_;
+  return world;
+}
+
+MpiWorld::~MpiWorld() {
+  if (comm_ == MPI_COMM_NULL || unclean_) return;
+  int finalized = 0;
+  if (MPI_Finalized(&finalized) != MPI_SUCCESS || finalized != 0) return;
+  if (MPI_Comm_free(&comm_) != MPI_SUCCESS) runtime_->set_broken();
+}
+
+int MpiWorld::tag(std::uint32_t context, std::uint64_t sequence, MessageKind kind) const {
+  const std::uint64_t window = sequence & ((std::uint64_t{1} << sequence_bits_) - 1);
+  const std::uint64_t place = (std::uint64_t{context} << sequence_bits_) | window;
+  return static_cast<int>((place << kTagPhaseBits) | static_cast<std::uint64_t>(kind));
+}
+
+void MpiWorld::take_context(std::uint32_t context) {
+  if (context >= (std::uint32_t{1} << context_bits_)) {
+    throw UsageError("more than " + std::to_string((1 << context_bits_) - 1) +
+                     " communicators were made by duplicate and split from one MPI communicator; make another with "
+                     "make_mpi_communicator");
+  }
+  next_context_ = context + 1;
+}
+
+void MpiWorld::set_broken() noexcept {
+  unclean_ = true;
+  runtime_->set_broken();
+}
+
+}  // namespace ballast::communicators
