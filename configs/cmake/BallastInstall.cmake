@@ -1,4 +1,5 @@
-# Install rules and the package file: find_package(ballast 0.1) then gives ballast::engine and what it stands on.
+# Install rules and the package file: find_package(ballast 0.1) then gives ballast::engine and what it stands on, and
+# find_package(ballast 0.1 COMPONENTS mpi) ballast::mpi besides.
 # SPDX-License-Identifier: Apache-2.0
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
@@ -13,6 +14,13 @@ foreach(target ballast_base ballast_io ballast_kernels ballast_offload ballast_s
   endif()
 endforeach()
 install(EXPORT ballastTargets NAMESPACE ballast:: DESTINATION ${ballast_package_dir})
+# A component of its own, so that only who asks for it needs MPI.
+if(TARGET ballast_mpi)
+  install(TARGETS ballast_mpi EXPORT ballastMpiTargets
+          ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
+          FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+  install(EXPORT ballastMpiTargets NAMESPACE ballast:: DESTINATION ${ballast_package_dir})
+endif()
 
 configure_package_config_file(${PROJECT_SOURCE_DIR}/configs/cmake/ballastConfig.cmake.in
                               ${PROJECT_BINARY_DIR}/ballastConfig.cmake INSTALL_DESTINATION ${ballast_package_dir})
