@@ -46,6 +46,9 @@ int run(const Options& options) {
   if (bytes != asked)
     std::printf("note: %s is no whole number of blocks per path; %llu bytes are moved\n", options.size.c_str(),
                 static_cast<unsigned long long>(bytes));
+  NamedPaths others = {{"--engine", options.engine.path()}};
+  for (const std::string& path : config.nvme.paths) others.emplace_back("nvme.paths", path);
+  require_distinct({{"--json", options.json}}, others);
   OutputFile json_file(options.json);
   StorageBench bench({.paths = config.nvme.paths,
                       .bytes_per_path = per_path,

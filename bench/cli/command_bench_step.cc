@@ -185,6 +185,9 @@ std::unique_ptr<StorageBench> raw_transfers(const Config& config, const Report& 
 int run(const Options& options) {
   const Config config = options.engine.load();
   const gpt::GptShape shape = gpt::GptShape::from_file(options.model);
+  NamedPaths others = {{"--model", options.model}, {"--engine", options.engine.path()}};
+  for (const std::string& path : config.nvme.paths) others.emplace_back("nvme.paths", path);
+  require_distinct({{"--json", options.json}, {"--trace", options.trace}}, others);
   OutputFile json_file(options.json);
   OutputFile trace_file(options.trace);
   EngineEnvironment environment;

@@ -181,6 +181,9 @@ int run(const Options& options) {
   settings.validate(shape);
   const auto data = gpt::ByteData::open(options.data);
   data->require_sequence(settings.sequence);
+  NamedPaths others = {{"--model", options.model}, {"--engine", options.engine.path()}, {"--data", options.data}};
+  for (const std::string& path : config.nvme.paths) others.emplace_back("nvme.paths", path);
+  require_distinct({{"--json", options.json}, {"--trace", options.trace}, {"--log", options.log}}, others);
   OutputFile json_file(options.json);
   OutputFile trace_file(options.trace);
   LineLog log(options.log);

@@ -9,6 +9,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 
 namespace ballast::cli {
 namespace {
@@ -47,7 +48,35 @@ void cut_torn_line(int descriptor, const std::string& path) {
     throw ConfigError("cannot cut the torn last line of " + path + ": " + reason());
 }
 
+// What a path leads to, whether or not anything is there. Empty for a pipe or device.
+std::filesystem::path place_of(const std::string& path) {
+  std::error_code error;
+  const auto status = std::filesystem::status(path, error);
+  if (std::filesystem::is_other(status) || std::filesystem::is_character_file(status) ||
+      std::filesystem::is_fifo(status) || std::filesystem::is_socket(status))
+    return {};
+  const std::size_t length = path.find_last_not_of('/') + 1;
+  const auto place = std::filesystem::weakly_canonical(length > 0 ? path.substr(0, length) : path, error);
+  return error ? std::filesystem::path() : place;
+}
+
 }  // namespace
+
+void require_distinct(const NamedPaths& outputs, const NamedPaths& others) {
+  std::vector<std::pair<std::string, std::filesystem::path>> seen;
+  for (const auto& [option, path] : others) seen.emplace_back(option, place_of(path));
+  for (const auto& [option, path] : outputs) {
+    if (path.empty()) continue;
+    const std::filesystem::path place = place_of(path);
+    for (const auto& [other, other_place] : seen) {
+      std::error_code ignored;
+      if (place.empty() || (place != other_place && !std::filesystem::equivalent(place, other_place, ignored)))
+        continue;
+      throw ConfigError(option + " " + path + " is also what " + other + " names; give each a file of its own");
+    }
+    seen.emplace_back(option, place);
+  }
+}
 
 OutputFile::OutputFile(std::string path) : path_(std::move(path)) {
   if (path_.empty()) return;
@@ -58,6 +87,8 @@ OutputFile::OutputFile(std::string path) : path_(std::move(path)) {
     temporary_ = path_;
     return;
   }
+  std::error_code ignored;
+  if (there && std::filesystem::is_symlink(path_, ignored)) path_ = std::filesystem::canonical(path_);
   temporary_ = path_ + ".partial-" + std::to_string(::getpid());
   const int descriptor = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (descriptor < 0) throw ConfigError("cannot write " + path_ + ": " + reason());

@@ -4,11 +4,18 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 namespace ballast::cli {
 
+// Throws ConfigError where an output (option and path; empty ones do not count) is another output, or one of what the
+// command reads or fills otherwise. Pipes and devices may be named twice.
+using NamedPaths = std::vector<std::pair<std::string, std::string>>;
+void require_distinct(const NamedPaths& outputs, const NamedPaths& others);
+
 // A file that appears at once when all of it is written: a temporary beside it, then a rename. A path that is there and
-// is no regular file (a pipe, /dev/stdout) is written in place.
+// is no regular file (a pipe, /dev/stdout) is written in place; a link to a file stays one.
 class OutputFile {
  public:
   // With an empty path nothing is written. Throws ConfigError where the file could not be made.

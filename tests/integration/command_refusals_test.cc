@@ -166,6 +166,24 @@ TEST_F(Refusals, OutputsThatCannotBeWrittenBeforeAnythingIsTrained) {
   }
 }
 
+TEST_F(Refusals, OutputsThatWouldOverwriteOneAnotherOrWhatIsRead) {
+  const std::string one = scratch_.path() + "/one";
+  refused(train({"--json", one, "--trace", one}), 2, {"--trace", "--json"});
+  refused(train({"--json", one, "--log", scratch_.path() + "/./one"}), 2, {"--log", "--json"});
+  refused(train({"--json", scratch_.path() + "/states"}), 2, {"--json", "nvme.paths"});
+  std::filesystem::create_symlink("text", scratch_.path() + "/link");
+  std::filesystem::create_hard_link(data_, scratch_.path() + "/second name");
+  const std::string before = read_file(data_);
+  for (const char* option : {"--json", "--log", "--trace"})
+    for (const char* name : {"/text", "/link", "/second name"})
+      refused(train({option, scratch_.path() + name}), 2, {option, "--data"});
+  EXPECT_EQ(read_file(data_), before);
+  Arguments arguments = train({"--json", scratch_.write("model.json", read_file(train({})[2]))});
+  arguments[2] = scratch_.path() + "/model.json";
+  refused(arguments, 2, {"--json", "--model"});
+  EXPECT_EQ(run_command(train({"--json", "/dev/null", "--log", "/dev/null", "--trace", "/dev/null"})).status, 0);
+}
+
 TEST_F(Refusals, PathsThatHoldNoStates) {
   const CommandResult result = run_command(train({"--set", "nvme.paths=/proc/nope"}));
   EXPECT_THAT(result.status, ::testing::AnyOf(1, 2)) << result.error;

@@ -44,6 +44,16 @@ TEST(OutputFile, AppearsWholeOrNotAtAll) {
   EXPECT_THAT(scratch.entries(), ElementsAre("out"));
 }
 
+TEST(OutputFile, ALinkToAFileStaysALink) {
+  const ScratchFolder scratch;
+  scratch.write("target", "old");
+  std::filesystem::create_symlink("target", scratch.path() + "/link");
+  OutputFile(scratch.path() + "/link").publish("new");
+  EXPECT_TRUE(std::filesystem::is_symlink(scratch.path() + "/link"));
+  EXPECT_EQ(read_file(scratch.path() + "/target"), "new");
+  EXPECT_EQ(scratch.entries().size(), 2u);
+}
+
 TEST(OutputFile, PathsThatCannotBeWrittenAreRefusedAtOnce) {
   const ScratchFolder scratch;
   EXPECT_THROW(OutputFile(scratch.path()), ConfigError);
