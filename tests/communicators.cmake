@@ -3,6 +3,7 @@
 ballast_add_test(in_process_communicator_test LABEL contract TIMEOUT 180
   SOURCES contract/in_process_communicator_test.cc stress/allocation_counter.cc
   LIBRARIES ballast::engine ballast::kernels ballast::offload)
+ballast_add_test(bootstrap_test LABEL unit TIMEOUT 60 SOURCES unit/bootstrap_test.cc LIBRARIES ballast::engine)
 
 if(NOT TARGET ballast_mpi)
   message(STATUS "Tests of communicators over MPI: left out, as the library is")

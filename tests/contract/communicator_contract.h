@@ -7,6 +7,7 @@
 
 #include <ballast/base/error.h>
 #include <ballast/base/random.h>
+#include <ballast/communicators/agreement.h>
 #include <ballast/engine/communicator.h>
 #include <ballast/kernels/convert.h>
 #include <ballast/offload/device.h>
@@ -536,6 +537,50 @@ TEST_P(SeveralRanksContract, DestructionWithWorkQueuedEndsInTime) {
     }
     EXPECT_LT(std::chrono::steady_clock::now() - begin, kShort * 3 + std::chrono::seconds(5));
     stream->synchronize();
+  });
+}
+
+TEST_P(CommunicatorContract, RanksThatWereGivenTheSameAgree) {
+  run(kPatient, [&](Communicator& c) {
+    check_agreement(c, {});
+    const std::vector<NamedValue> values = {{"version", "0.1.0"}, {"model", std::string(100000, 'm')}, {"", ""}};
+    check_agreement(c, values);
+    c.barrier();
+  });
+}
+
+TEST_P(SeveralRanksContract, EveryRankHearsTheSameOfWhoWasGivenWhatElse) {
+  run(kPatient, [&](Communicator& c) {
+    const bool odd = c.rank() == size() - 1;
+    const auto text_with = [&](const std::vector<NamedValue>& values) {
+      const std::string text = failure_of([&] { check_agreement(c, values); });
+      std::string fixed = text;
+      fixed.resize(1000);
+      std::vector<char> all(fixed.size() * at(size()));
+      c.all_gather(std::as_bytes(std::span(fixed)), std::as_writable_bytes(std::span(all)));
+      for (int r = 0; r < size(); ++r) {
+        EXPECT_EQ(std::memcmp(all.data() + at(r) * fixed.size(), fixed.data(), fixed.size()), 0) << "rank " << r;
+      }
+      EXPECT_THAT(text, ::testing::HasSubstr(rank_name(size() - 1) + " differs in "));
+      return text;
+    };
+    const std::string long_text(5000, 'x');
+    std::string text = text_with({{"version", "1"}, {"configuration", long_text + (odd ? "yes" : "no") + long_text}});
+    EXPECT_THAT(text, ::testing::HasSubstr("configuration: "));
+    EXPECT_THAT(text, ::testing::AllOf(::testing::HasSubstr("xyesx"), ::testing::HasSubstr("xnox")));
+    EXPECT_THAT(text, ::testing::HasSubstr("from character 5000 on"));
+    EXPECT_LT(text.size(), 700U);
+    text = text_with({{"version", odd ? "0.2.0" : "0.1.0"}});
+    EXPECT_THAT(text, ::testing::HasSubstr("version: \"0.2.0\" there, \"0.1.0\" here"));
+    std::vector<NamedValue> values = {{"model", "a"}, {"order", "b"}};
+    if (odd) values.pop_back();
+    text = text_with(values);
+    EXPECT_THAT(text, ::testing::HasSubstr("it has 1 values, and here are 2"));
+    values.assign(1, {odd ? "order" : "model", "a"});
+    text = text_with(values);
+    EXPECT_THAT(text, ::testing::HasSubstr("value 0 is \"order\" there and \"model\" here"));
+    c.barrier();
+    c.check();
   });
 }
 

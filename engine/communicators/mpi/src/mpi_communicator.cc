@@ -464,4 +464,8 @@ std::shared_ptr<Communicator> make_mpi_communicator(const MpiOptions& options) {
       std::make_shared<MpiState>(std::move(world), nullptr, std::uint32_t{0}, std::move(members), timeout));
 }
 
+std::function<std::shared_ptr<Communicator>(const CommunicatorOptions&)> mpi_communicator_factory() {
+  return [](const CommunicatorOptions& options) { return make_mpi_communicator({nullptr, true, options}); };
+}
+
 }  // namespace ballast

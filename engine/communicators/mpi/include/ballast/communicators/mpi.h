@@ -22,6 +22,7 @@
 #include <ballast/communicators/options.h>
 #include <ballast/engine/communicator.h>
 
+#include <functional>
 #include <memory>
 
 namespace ballast {
@@ -40,5 +41,8 @@ struct MpiOptions {
 // MPI is not initialised (and options do not ask for it), already finalised, or without MPI_THREAD_MULTIPLE, which the
 // threads of streams need; CommunicationError where ranks are missing or MPI fails.
 std::shared_ptr<Communicator> make_mpi_communicator(const MpiOptions& options);
+
+// For CommunicatorFactories::mpi (bootstrap.h): over MPI_COMM_WORLD, initialising MPI where nobody has.
+std::function<std::shared_ptr<Communicator>(const CommunicatorOptions&)> mpi_communicator_factory();
 
 }  // namespace ballast
