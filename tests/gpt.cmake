@@ -8,6 +8,8 @@ if(TARGET ballast_gpt)
   ballast_add_test(gpt_matmul_test LABEL unit SOURCES unit/gpt_matmul_test.cc LIBRARIES ballast_gpt DNNL::dnnl)
   ballast_add_test(gpt_math_test LABEL unit SOURCES unit/gpt_math_test.cc LIBRARIES ballast_gpt DNNL::dnnl)
   ballast_add_test(gpt_trainer_test LABEL integration SOURCES unit/gpt_trainer_test.cc LIBRARIES ballast_gpt DNNL::dnnl)
+  ballast_add_test(gpt_ranks_test LABEL integration TIMEOUT 300 SOURCES integration/gpt_ranks_test.cc
+    LIBRARIES ballast_gpt ballast::engine)
   # The same mathematics where the CPU has less: wider types and narrower vectors.
   foreach(instructions AVX2 SSE41)
     foreach(part rows matmul math)

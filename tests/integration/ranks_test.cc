@@ -1,14 +1,14 @@
 // Several ranks in one process. The same numbers at every stage, placement and timing at one world size; and those of
 // one rank that takes all ranks' micro-batches, where the order of adding is the same.
 // SPDX-License-Identifier: Apache-2.0
-#include <ballast/communicators/in_process.h>
+#include <ballast/io/testing/faulty_storage.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <mutex>
 #include <thread>
 
 #include "executor.h"
+#include "support/on_ranks.h"
 #include "support/random_case.h"
 
 namespace ballast {
@@ -16,35 +16,12 @@ namespace {
 
 using testing::Case;
 using testing::make_case;
+using testing::on_ranks;
 using testing::Outcome;
 using testing::plain_config;
 using testing::run_case;
 using testing::TemporaryDirectory;
 using testing::Watchdog;
-
-// Runs `work` on every rank; rethrows the first exception.
-template <class Work>
-void on_ranks(int world_size, const Work& work) {
-  const auto communicators = make_in_process_communicators(world_size, {.timeout = std::chrono::seconds(20)});
-  std::mutex mutex;
-  std::exception_ptr first;
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world_size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        work(rank, communicators[static_cast<std::size_t>(rank)]);
-      } catch (...) {
-        {
-          const std::lock_guard<std::mutex> lock(mutex);
-          if (!first) first = std::current_exception();
-        }
-        communicators[static_cast<std::size_t>(rank)]->abort("a test rank has thrown");
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  if (first) std::rethrow_exception(first);
-}
 
 std::vector<Outcome> run_ranks(int world_size, const Case& c, const Config& config,
                                const std::shared_ptr<engine::TestHooks>& hooks = nullptr) {
@@ -92,6 +69,108 @@ TEST(RanksTest, EveryWorldSizeAndStageGivesTheValuesOfOneRankThatTakesAllMicroBa
         EXPECT_EQ(std::memcmp(outcome.values.data(), expected.values.data(), 4 * expected.values.size()), 0);
         EXPECT_EQ(outcome.norms, outcomes[0].norms);
       }
+    }
+  }
+}
+
+// One unit of every kind of state, large enough that padding to shards is small.
+Case wide_case() {
+  Case c;
+  for (int u = 0; u < 4; ++u) c.model.push_back({"u" + std::to_string(u), {{"w", {300, 1024}}}, true});
+  c.type = "adamw";
+  return c;
+}
+
+std::uint64_t bytes_named(const std::vector<MemoryRange>& ranges, const std::string& name) {
+  std::uint64_t bytes = 0;
+  for (const MemoryRange& range : ranges) bytes += range.name == name ? range.bytes : 0;
+  return bytes;
+}
+
+TEST(RanksTest, MemoryAndTrafficOfARankAreThoseOfZero) {
+  const Watchdog watchdog(200);
+  const TemporaryDirectory directory;
+  constexpr double kParameters = 4 * 300 * 1024;
+  for (int world_size : {2, 4}) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      SCOPED_TRACE("world size " + std::to_string(world_size) + ", stage " + std::to_string(stage));
+      Config config = plain_config(directory.path(), Tier::device, Timing::after_backward);
+      config.zero_stage = stage;
+      // Room for one unit and its gradients: what is gathered for forward is gathered again for backward.
+      config.placement.parameters = Tier::host;
+      config.budget.device_bytes = std::uint64_t{2} << 20;
+      if (stage < 3) config.budget.device_bytes = std::uint64_t{64} << 20;
+      config.placement.optimizer = config.placement.gradients = Tier::host;
+      on_ranks(world_size, [&](int, const std::shared_ptr<Communicator>& communicator) {
+        EngineEnvironment environment;
+        environment.communicator = communicator;
+        Engine engine(config, environment);
+        testing::SyntheticTrainer trainer(engine, wide_case().model, {});
+        engine.commit();
+        trainer.initialize();
+        trainer.step();
+        const Report before = engine.report();
+        trainer.step();
+        trainer.step();
+        const Report after = engine.report();
+        const double shard = stage == 0 ? kParameters : kParameters / world_size;
+        // Remainder and two moments; gradients in fp32. (Stages 1 and 2 are the same here: a gradient is reduced as
+        // soon as its unit has it.)
+        EXPECT_NEAR(static_cast<double>(bytes_named(after.host_memory, "resident optimizer states")), 10 * shard,
+                    0.02 * 10 * shard);
+        EXPECT_NEAR(static_cast<double>(bytes_named(after.host_memory, "gradients")), 4 * shard, 0.02 * 4 * shard);
+        const double parameters = static_cast<double>(bytes_named(stage == 3 ? after.host_memory : after.device_memory,
+                                                                  stage == 3 ? "resident parameters" : "parameters"));
+        const double expected_parameters = stage == 3 ? 2 * kParameters / world_size : 2 * kParameters;
+        EXPECT_NEAR(parameters, expected_parameters, 0.02 * expected_parameters);
+        // Received per step, times world_size / (world_size - 1): a reduction of fp32 gradients (stage 0: and their
+        // gathering), and bf16 parameters once after the update (stages 1, 2) or for forward and for backward (stage 3;
+        // the last unit's stay for backward).
+        const std::size_t lane = static_cast<std::size_t>(Lane::collective);
+        const double received =
+            static_cast<double>(after.lanes[lane].bytes - before.lanes[lane].bytes) / 2 * world_size / (world_size - 1);
+        const double expected = stage == 0  ? 8 * kParameters
+                                : stage < 3 ? 6 * kParameters
+                                            : (4 + 2 + 1.5) * kParameters;
+        EXPECT_NEAR(received, expected, 0.02 * expected);
+      });
+    }
+  }
+}
+
+TEST(RanksTest, ARankWhoseDriveFailsEndsTheOthersWithItsReason) {
+  const Watchdog watchdog(100);
+  const TemporaryDirectory directory;
+  for (int stage : {0, 1, 3}) {
+    Config config = plain_config(directory.path(), Tier::nvme, Timing::just_in_time);
+    config.zero_stage = stage;
+    std::vector<std::string> texts(3);
+    on_ranks(3, [&](int rank, const std::shared_ptr<Communicator>& communicator) {
+      auto hooks = std::make_shared<engine::TestHooks>();
+      if (rank == 1) {
+        hooks->storage_factory = [&](io::Backend backend, const io::StorageOptions& options, const std::string&) {
+          io::OpenedStorage opened = io::open_storage(backend, options);
+          opened.storage = std::make_unique<io::testing::FaultyStorage>(
+              std::move(opened.storage), io::testing::Faults{.seed = 5, .errors_per_mille = 20}, options.wake);
+          return opened;
+        };
+      }
+      EngineEnvironment environment;
+      environment.communicator = communicator;
+      environment.test_hooks = hooks;
+      try {
+        Engine engine(config, environment);
+        testing::SyntheticTrainer trainer(engine, testing::small_model(), {});
+        engine.commit();
+        trainer.initialize();
+        for (int step = 0; step < 200; ++step) trainer.step();
+      } catch (const Error& error) {
+        texts[static_cast<std::size_t>(rank)] = error.what();
+      }
+    });
+    EXPECT_NE(texts[1].find("failed"), std::string::npos) << texts[1];
+    for (std::size_t rank : {0u, 2u}) {
+      EXPECT_NE(texts[rank].find("rank 1"), std::string::npos) << texts[rank];
     }
   }
 }
