@@ -21,6 +21,7 @@
 #include "gpt/model.h"
 #include "interrupt.h"
 #include "output_file.h"
+#include "ranks.h"
 #include "run_record.h"
 #include "storage_bench.h"
 
@@ -182,8 +183,8 @@ std::unique_ptr<StorageBench> raw_transfers(const Config& config, const Report& 
                           .run_blocks = std::max<std::uint64_t>(1, 12 * base::kMiB / config.nvme.block_bytes)});
 }
 
-int run(const Options& options) {
-  const Config config = options.engine.load();
+int measure(Options options, const Config& config, const std::shared_ptr<Communicator>& ranks) {
+  for (std::string* file : {&options.json, &options.trace}) *file = on_first_rank(*ranks, *file);
   const gpt::GptShape shape = gpt::GptShape::from_file(options.model);
   NamedPaths others = {{"--model", options.model}, {"--engine", options.engine.path()}};
   for (const std::string& path : config.nvme.paths) others.emplace_back("nvme.paths", path);
@@ -191,6 +192,7 @@ int run(const Options& options) {
   OutputFile json_file(options.json);
   OutputFile trace_file(options.trace);
   EngineEnvironment environment;
+  environment.communicator = ranks;
   environment.log = [](LogLevel level, std::string_view text) {
     if (level != LogLevel::debug) std::printf("note: %.*s\n", static_cast<int>(text.size()), text.data());
   };
@@ -213,7 +215,9 @@ int run(const Options& options) {
     const Report quiet = report_at_rest(engine);
     if (i == warm_up_steps(steps)) record.steady_begin = quiet;
     if (raw && !quiet.at_rest) throw Error("the engine did not come to rest, so raw transfers would disturb it");
+    ranks->barrier();  // ranks that share a drive measure it together
     const double rate = raw && warm ? raw->run(StorageBench::Pattern::rewrite).bytes_per_second() : 0;
+    ranks->barrier();
     const std::uint64_t before = nvme_bytes(engine.report());
     double seconds = 0;
     for (std::size_t k = 0; k < count; ++k, ++i) {
@@ -237,7 +241,8 @@ int run(const Options& options) {
   }
   const double efficiency = raw ? median(ratios) : record.efficiency();
   const auto parameters = static_cast<double>(record.end.parameters);
-  const auto per_parameter = [&](Lane lane) { return fixed_text(record.bytes_per_step(lane) / parameters, 2); };
+  const double share = parameters / record.end.world_size;  // of this rank
+  const auto per_parameter = [&](Lane lane) { return fixed_text(record.bytes_per_step(lane) / share, 2); };
   std::vector<std::pair<std::string, std::string>> rows = {
       {"parameters", count_text(parameters)},
       {"step", fixed_text(record.steady_step_seconds() * 1e3, 1) + " ms, timing " + record.end.timing + ", " +
@@ -267,6 +272,17 @@ int run(const Options& options) {
     json_file.publish(out.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   }
   return 0;
+}
+
+int run(const Options& options) {
+  const Config config = options.engine.load();
+  const std::shared_ptr<Communicator> ranks = join_ranks(config);
+  try {
+    return measure(options, config, ranks);
+  } catch (const std::exception& error) {
+    ranks->abort(error.what());
+    throw;
+  }
 }
 
 }  // namespace

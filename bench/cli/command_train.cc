@@ -19,6 +19,7 @@
 #include "gpt/trainer.h"
 #include "interrupt.h"
 #include "output_file.h"
+#include "ranks.h"
 #include "run_record.h"
 
 namespace ballast::cli {
@@ -53,10 +54,12 @@ void admit_memory(std::uint64_t bytes) {
                   " of memory that are free; take a smaller --batch or --sequence, or more --micro-batches");
 }
 
-gpt::TrainSettings settings_of(const Options& options) {
+gpt::TrainSettings settings_of(const Options& options, const Communicator& ranks) {
   gpt::TrainSettings settings;
+  settings.world_size = ranks.world_size();
+  settings.rank = ranks.rank();
   settings.micro_batches = options.micro_batches;
-  settings.batch = options.batch.value_or(4 * options.micro_batches);
+  settings.batch = options.batch.value_or(4 * options.micro_batches * ranks.world_size());
   settings.sequence = options.sequence;
   settings.order = options.order == "vertical" ? gpt::MicroBatchOrder::vertical : gpt::MicroBatchOrder::horizontal;
   settings.seed = options.seed;
@@ -80,9 +83,10 @@ void print_opening(const Options& options, const Report& report, const gpt::Byte
   std::printf("%s: %s parameters; %s: %s\n", options.model.c_str(),
               count_text(static_cast<double>(report.parameters)).c_str(), options.data.c_str(),
               base::format_size(data.bytes()).c_str());
-  std::printf("device %s, placement %s, timing %s, %d engine thread%s, ZeRO stage %d\n", report.device.c_str(),
+  std::printf("device %s, placement %s, timing %s, %d engine thread%s, ZeRO stage %d", report.device.c_str(),
               report.placement.c_str(), report.timing.c_str(), report.threads, report.threads == 1 ? "" : "s",
               report.zero_stage);
+  std::printf(report.world_size > 1 ? ", %d ranks\n" : "\n", report.world_size);
   if (report.nvme_stored_bytes > 0)
     std::printf("NVMe: %s stored, moved by %s\n", base::format_size(report.nvme_stored_bytes).c_str(),
                 report.io_backend.c_str());
@@ -97,7 +101,7 @@ void print_closing(const RunRecord& record) {
   double recent = 0;
   for (std::size_t i = record.steps.size() - last; i < record.steps.size(); ++i)
     recent += record.steps[i].loss / static_cast<double>(last);
-  const double parameters = static_cast<double>(report.parameters);
+  const double parameters = static_cast<double>(report.parameters) / report.world_size;  // of this rank
   const auto per_parameter = [&](Lane lane) { return fixed_text(record.bytes_per_step(lane) / parameters, 2); };
   std::vector<std::pair<std::string, std::string>> rows = {
       {"loss, nats per byte", fixed_text(record.steps.front().loss, 3) + " -> " + fixed_text(recent, 3) +
@@ -151,45 +155,48 @@ std::string progress_line(std::uint64_t done, std::int64_t steps, const StepReco
 }
 
 // Runs the steps. Throws Interrupted between two of them.
-void run_steps(const Options& options, Engine& engine, gpt::GptTrainer& trainer, LineLog& log, Progress& progress,
-               RunRecord* record) {
+void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt::GptTrainer& trainer, LineLog& log,
+               Progress& progress, RunRecord* record) {
   const std::size_t steps = static_cast<std::size_t>(options.steps);
   const Clock::time_point begin = Clock::now();
   const auto since = [](Clock::time_point from) { return std::chrono::duration<double>(Clock::now() - from).count(); };
   record->steady_begin = engine.report();
   record->steps.reserve(std::min<std::size_t>(steps, 1 << 16));
+  if (const Agreed agreed = agree(ranks, 0, InterruptGuard::seen()); agreed.signal != 0)
+    throw Interrupted(agreed.signal);
   for (std::size_t i = 0; i < steps; ++i) {
-    InterruptGuard::check();
     if (i == warm_up_steps(steps)) record->steady_begin = report_at_rest(engine);
     const Clock::time_point step_begin = Clock::now();
     const gpt::StepResult result = trainer.step(i, options.learning_rate);
-    const StepRecord step{result.loss, result.grad_norm, since(step_begin)};
+    const Agreed agreed = agree(ranks, result.loss, InterruptGuard::seen());
+    const StepRecord step{agreed.mean, result.grad_norm, since(step_begin)};
     record->steps.push_back(step);
     log.append(log_line(i, step, result.updated));
     progress.update(progress_line(i + 1, options.steps, step, since(begin), record->tokens_per_step), i + 1 == steps);
+    if (agreed.signal != 0 && i + 1 < steps) throw Interrupted(agreed.signal);
   }
   record->timed_end = engine.report();
   record->end = report_at_rest(engine);
   engine.settle();  // the last step's pending updates may still fail
 }
 
-int run(const Options& options) {
-  check(options);
-  const Config config = options.engine.load();
+int train(Options options, const Config& config, const std::shared_ptr<Communicator>& ranks) {
   const gpt::GptShape shape = gpt::GptShape::from_file(options.model);
-  const gpt::TrainSettings settings = settings_of(options);
+  const gpt::TrainSettings settings = settings_of(options, *ranks);
   settings.validate(shape);
   const auto data = gpt::ByteData::open(options.data);
   data->require_sequence(settings.sequence);
   NamedPaths others = {{"--model", options.model}, {"--engine", options.engine.path()}, {"--data", options.data}};
   for (const std::string& path : config.nvme.paths) others.emplace_back("nvme.paths", path);
   require_distinct({{"--json", options.json}, {"--trace", options.trace}, {"--log", options.log}}, others);
+  for (std::string* file : {&options.json, &options.log, &options.trace}) *file = on_first_rank(*ranks, *file);
   OutputFile json_file(options.json);
   OutputFile trace_file(options.trace);
   LineLog log(options.log);
   Progress progress;
   std::mutex mutex;
   EngineEnvironment environment;
+  environment.communicator = ranks;
   environment.log = [&](LogLevel level, std::string_view text) {
     if (level == LogLevel::debug) return;
     const std::lock_guard lock(mutex);
@@ -213,7 +220,7 @@ int run(const Options& options) {
   if (plan.nvme_stored_bytes > 0) record.rates = rates_of(config, plan.io_backend);
 
   try {
-    run_steps(options, engine, trainer, log, progress, &record);
+    run_steps(options, *ranks, engine, trainer, log, progress, &record);
   } catch (const Interrupted& interrupted) {
     progress.finish();
     throw Interrupted(interrupted.signal(), " after step " + std::to_string(record.steps.size()));
@@ -238,6 +245,18 @@ int run(const Options& options) {
   return 0;
 }
 
+int run(const Options& options) {
+  check(options);
+  const Config config = options.engine.load();
+  const std::shared_ptr<Communicator> ranks = join_ranks(config);
+  try {
+    return train(options, config, ranks);
+  } catch (const std::exception& error) {
+    ranks->abort(error.what());
+    throw;
+  }
+}
+
 }  // namespace
 
 Command add_train(CLI::App& app) {
@@ -248,7 +267,9 @@ Command add_train(CLI::App& app) {
   parser->add_option("--data", options->data, "The text; its bytes are the tokens")->type_name("FILE")->required();
   const CLI::Range positive(std::int64_t{1}, std::int64_t{1} << 40);
   parser->add_option("--steps", options->steps, "Optimizer steps")->check(positive)->capture_default_str();
-  parser->add_option("--batch", options->batch, "Sequences per step, over all micro-batches (4 x micro-batches)")
+  parser
+      ->add_option("--batch", options->batch,
+                   "Sequences per step, over all ranks and micro-batches (4 x ranks x micro-batches)")
       ->check(positive);
   parser->add_option("--sequence", options->sequence, "Tokens per sequence")->check(positive)->capture_default_str();
   parser->add_option("--micro-batches", options->micro_batches, "Parts that a step's batch is computed in")

@@ -7,14 +7,14 @@
 namespace ballast::cli {
 namespace {
 
-volatile sig_atomic_t seen = 0;
+volatile sig_atomic_t last_signal = 0;
 
-void remember(int signal) { seen = signal; }
+void remember(int signal) { last_signal = signal; }
 
 }  // namespace
 
 InterruptGuard::InterruptGuard() {
-  seen = 0;
+  last_signal = 0;
   for (std::size_t i = 0; i < kSignals.size(); ++i) {
     BALLAST_CHECK(::sigaction(kSignals[i], nullptr, &before_[i]) == 0);
     if (before_[i].sa_handler == SIG_IGN) continue;
@@ -30,7 +30,9 @@ InterruptGuard::~InterruptGuard() {
 }
 
 void InterruptGuard::check() {
-  if (seen != 0) throw Interrupted(seen);
+  if (last_signal != 0) throw Interrupted(last_signal);
 }
+
+int InterruptGuard::seen() { return last_signal; }
 
 }  // namespace ballast::cli

@@ -31,6 +31,7 @@ class InterruptGuard {
   InterruptGuard& operator=(const InterruptGuard&) = delete;
 
   static void check();  // throws Interrupted once a signal has come
+  static int seen();    // the signal that has come, or 0
 
  private:
   static constexpr std::array<int, 3> kSignals = {SIGINT, SIGTERM, SIGHUP};

@@ -1,0 +1,34 @@
+// Joining the ranks of a run, and their small agreements.
+// SPDX-License-Identifier: Apache-2.0
+#include "ranks.h"
+
+#include <ballast/base/error.h>
+
+#include <array>
+#include <cstdio>
+
+namespace ballast::cli {
+
+std::shared_ptr<Communicator> join_ranks(const Config&) {
+  std::shared_ptr<Communicator> ranks = make_single_communicator();
+  if (ranks->rank() != 0 && std::freopen("/dev/null", "w", stdout) == nullptr)
+    throw IoError("standard output of rank " + std::to_string(ranks->rank()) + " cannot be closed");
+  return ranks;
+}
+
+std::string on_first_rank(const Communicator& ranks, const std::string& path) {
+  return ranks.rank() == 0 ? path : std::string();
+}
+
+Agreed agree(Communicator& ranks, double value, int signal) {
+  if (ranks.world_size() == 1) return {value, signal};
+  // The sum of the signals is not one of them; the highest that is set tells.
+  std::array<double, 3> sums = {value, signal == 2 ? 1.0 : 0.0, signal != 0 && signal != 2 ? 1.0 : 0.0};
+  ranks.all_reduce_sum(sums);
+  Agreed agreed;
+  agreed.mean = sums[0] / ranks.world_size();
+  agreed.signal = sums[2] > 0 ? 15 : sums[1] > 0 ? 2 : 0;
+  return agreed;
+}
+
+}  // namespace ballast::cli

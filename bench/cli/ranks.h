@@ -1,0 +1,27 @@
+// The ranks of a run: who starts them, and what they agree on step by step.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ballast/engine/communicator.h>
+#include <ballast/engine/config.h>
+
+#include <memory>
+#include <string>
+
+namespace ballast::cli {
+
+// The world that a launcher has started this process in, or one rank. Standard output is rank 0's from here on; errors
+// go to standard error on every rank. Throws ConfigError or CommunicationError.
+std::shared_ptr<Communicator> join_ranks(const Config& config);
+
+// What a file option means on this rank: only rank 0 writes the run's files.
+std::string on_first_rank(const Communicator& ranks, const std::string& path);
+
+// The mean of a loss over all ranks, and the signal that any of them has seen (0: none). One small exchange.
+struct Agreed {
+  double mean = 0;
+  int signal = 0;
+};
+Agreed agree(Communicator& ranks, double value, int signal);
+
+}  // namespace ballast::cli
