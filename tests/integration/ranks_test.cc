@@ -109,10 +109,18 @@ TEST(RanksTest, MemoryAndTrafficOfARankAreThoseOfZero) {
         engine.commit();
         trainer.initialize();
         trainer.step();
-        const Report before = engine.report();
+        // At rest, with all that is fetched ahead of the next step.
+        const auto resting = [&] {
+          engine.stream().synchronize();
+          communicator->barrier();
+          while (!engine.report().at_rest) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          communicator->barrier();
+          return engine.report();
+        };
+        const Report before = resting();
         trainer.step();
         trainer.step();
-        const Report after = engine.report();
+        const Report after = resting();
         const double shard = stage == 0 ? kParameters : kParameters / world_size;
         // Remainder and two moments; gradients in fp32. (Stages 1 and 2 are the same here: a gradient is reduced as
         // soon as its unit has it.)
