@@ -32,3 +32,11 @@ foreach(ranks 1 2 3 4)
   set_tests_properties(${name} PROPERTIES LABELS contract TIMEOUT 180 PROCESSORS 2
                        ENVIRONMENT "${ballast_mpi_environment}")
 endforeach()
+
+add_executable(mpi_failure_worker integration/mpi_failure_worker.cc)
+target_link_libraries(mpi_failure_worker PRIVATE ballast::mpi ballast::offload ballast_build)
+ballast_add_test(mpi_failure_test LABEL integration TIMEOUT 300 SOURCES integration/mpi_failure_test.cc)
+target_compile_definitions(mpi_failure_test PRIVATE MPIRUN="${MPIEXEC_EXECUTABLE}"
+                                                    WORKER="$<TARGET_FILE:mpi_failure_worker>")
+add_dependencies(mpi_failure_test mpi_failure_worker)
+set_tests_properties(mpi_failure_test PROPERTIES PROCESSORS 2 ENVIRONMENT "${ballast_mpi_environment}")

@@ -38,8 +38,8 @@ struct LaunchInfo {
 
 // Reads what launchers leave in the environment. Where several have, the inner one counts: mpirun or torchrun before
 // srun (unless a script took RANK and WORLD_SIZE from Slurm's own numbers), and of these two the one that started
-// several ranks. Throws ConfigError naming the variable and its value where one means nothing or is missing, or where two
-// launchers of several ranks disagree. An empty variable counts as absent.
+// several ranks. Throws ConfigError naming the variable and its value where one means nothing or is missing, or where
+// two launchers of several ranks disagree. An empty variable counts as absent.
 LaunchInfo detect_launch(const VariableLookup& lookup);
 
 // What a program has at hand to make communicators with. An empty function: not built in.

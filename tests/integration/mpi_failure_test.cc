@@ -1,0 +1,121 @@
+// Worlds of MPI ranks in which a rank dies, stops, hangs or gives up: every other rank ends with the right words in
+// time. Starts mpirun itself, and counts the seconds. SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <chrono>
+#include <cstdio>
+#include <regex>
+#include <string>
+#include <vector>
+
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+struct Outcome {
+  int status = 0;
+  double seconds = 0;
+  std::string output;
+  // What rank r said of its end; empty where it said nothing.
+  std::string of(int rank) const {
+    const std::string head = "rank " + std::to_string(rank) + ": ";
+    const auto begin = output.find("\n" + head);
+    if (begin == std::string::npos) return "";
+    return output.substr(begin + 1, output.find('\n', begin + 1) - begin - 1);
+  }
+  double seconds_of(int rank) const {
+    std::smatch match;
+    const std::string line = of(rank);
+    return std::regex_search(line, match, std::regex("\\(([0-9.]+) s\\)$")) ? std::stod(match[1]) : -1;
+  }
+};
+
+Outcome run(int ranks, const std::string& scenario) {
+  // `timeout` ends an mpirun that hangs, and all it started; then the test fails by its status.
+  const std::string command = "exec timeout -k 5 60 " MPIRUN " --allow-run-as-root --oversubscribe --bind-to none -n " +
+                              std::to_string(ranks) + " " WORKER " " + scenario + " 2>&1";
+  Outcome outcome;
+  const auto begin = std::chrono::steady_clock::now();
+  FILE* const pipe = popen(command.c_str(), "r");
+  if (pipe == nullptr) {
+    ADD_FAILURE() << "popen failed";
+    return outcome;
+  }
+  outcome.output = "\n";
+  char part[4096];
+  while (const std::size_t count = fread(part, 1, sizeof part, pipe)) outcome.output.append(part, count);
+  const int status = pclose(pipe);
+  outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  outcome.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  EXPECT_NE(outcome.status, 124) << "hung; " << outcome.output;
+  return outcome;
+}
+
+constexpr double kTimeoutSeconds = 2;  // the worker's
+constexpr double kSlackSeconds = 10;   // for a busy machine
+constexpr int kRanks = 3;
+
+void expect_survivors(const Outcome& outcome, const std::string& words) {
+  EXPECT_NE(outcome.status, 0) << outcome.output;
+  for (int r = 0; r + 1 < kRanks; ++r) {
+    EXPECT_THAT(outcome.of(r), HasSubstr(words)) << outcome.output;
+    EXPECT_LT(outcome.seconds_of(r), kTimeoutSeconds + kSlackSeconds) << outcome.output;
+  }
+}
+
+TEST(MpiFailure, AStoppedRankIsNamedByTheOthersWithinTheTimeout) {
+  const Outcome outcome = run(kRanks, "stopped");
+  expect_survivors(outcome, "rank 2 did not come to call");
+}
+
+TEST(MpiFailure, ARankStoppedInTheMidstOfTransfersIsNamedByTheOthersWithinTheTimeout) {
+  const Outcome outcome = run(kRanks, "cut");
+  expect_survivors(outcome, "rank 2 ");
+  EXPECT_THAT(outcome.of(0), HasSubstr("within 2 s"));
+}
+
+TEST(MpiFailure, ARankThatHangsIsNamedByTheOthersWithinTheTimeout) {
+  const Outcome outcome = run(kRanks, "stuck");
+  expect_survivors(outcome, "rank 2 did not come to call 1 (barrier) within 2 s");
+}
+
+TEST(MpiFailure, ARankThatGivesUpIsHeardByTheOthersAtOnce) {
+  const Outcome outcome = run(kRanks, "gives-up");
+  expect_survivors(outcome, "rank 2 gave up: out of luck");
+}
+
+TEST(MpiFailure, AKilledRankEndsTheJob) {
+  const Outcome outcome = run(kRanks, "killed");
+  EXPECT_NE(outcome.status, 0) << outcome.output;
+  EXPECT_LT(outcome.seconds, kTimeoutSeconds + kSlackSeconds) << outcome.output;
+}
+
+TEST(MpiFailure, AWholeWorldIsFinalisedByWhoInitialisedIt) {
+  const Outcome outcome = run(kRanks, "whole");
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  for (int r = 0; r < kRanks; ++r) EXPECT_THAT(outcome.of(r), HasSubstr(": finalised")) << outcome.output;
+}
+
+TEST(MpiFailure, ARankThatWaitsLeavesItsCoreToOthers) {
+  const Outcome outcome = run(2, "late");
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  std::smatch match;
+  const std::string line = outcome.of(0);
+  ASSERT_TRUE(std::regex_search(line, match, std::regex("used ([0-9.]+) of a core"))) << outcome.output;
+  EXPECT_LT(std::stod(match[1]), 0.3) << "polling without rest would use a whole one";
+}
+
+TEST(MpiFailure, MpiThatIsNotInitialisedOrNotForThreadsIsAUsageError) {
+  Outcome outcome = run(1, "not-initialised");
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  EXPECT_THAT(outcome.of(0), HasSubstr("MPI is not initialised"));
+  outcome = run(2, "single-threaded");
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  EXPECT_THAT(outcome.of(1), AllOf(HasSubstr("MPI_THREAD_SINGLE"), HasSubstr("MPI_THREAD_MULTIPLE")));
+}
+
+}  // namespace
