@@ -26,6 +26,14 @@ constexpr std::size_t kMostSumPieceBytes = std::size_t{1} << 20;
 constexpr std::size_t kAbortTextBytes = 1000;
 constexpr std::chrono::milliseconds kAbortSendTime{200};
 
+// What a rank says last: why, and whether anything that waits for all can still end.
+enum class Ending : char { gave_up, rank_missing };
+struct Farewell {
+  Ending ending = Ending::gave_up;
+  std::array<char, kAbortTextBytes> text;
+};
+static_assert(sizeof(Farewell) == kAbortTextBytes + 1);
+
 struct Buffer {
   std::byte* data = nullptr;
   std::size_t bytes = 0;
@@ -58,7 +66,7 @@ class MpiState final : public OrderedState {
     const std::string text = members().name(own()) + " gave up: " + std::string(reason);
     if (latch_.failed()) return;
     fail(text);
-    tell(text);
+    tell(text, Ending::gave_up);
   }
 
  protected:
@@ -116,8 +124,9 @@ class MpiState final : public OrderedState {
     } catch (const CommunicationError& error) {
       if (!latch_.failed()) {
         const std::string text = place(call.signature) + " of " + members().name(own()) + ": " + error.what();
+        world_->set_broken();  // MPI itself failed
         fail(text);
-        tell(text);
+        tell(text, Ending::rank_missing);
       }
       latch_.throw_if_failed();
     }
@@ -149,8 +158,9 @@ class MpiState final : public OrderedState {
       const bool all_came = static_cast<int>(ranks.size()) == state_.members().count();
       std::string text = overdue(call_.signature, late, state_.members(), state_.timeout(), all_came);
       if (const auto odd = disagreement(signatures, ranks, state_.members())) text += ". Besides, " + *odd;
+      state_.world_->set_broken();
       state_.fail(text);
-      state_.tell(text);
+      state_.tell(text, Ending::rank_missing);
       state_.latch_.throw_if_failed();
     }
 
@@ -172,17 +182,18 @@ class MpiState final : public OrderedState {
                             &message, &status),
                 "MPI_Improbe");
       if (found == 0) continue;
-      std::array<char, kAbortTextBytes> text;
+      Farewell farewell;
       int bytes = 0;
       check_mpi(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
-      BALLAST_CHECK(bytes >= 0 && static_cast<std::size_t>(bytes) <= text.size());
-      check_mpi(MPI_Mrecv(text.data(), bytes, MPI_BYTE, &message, &status), "MPI_Mrecv");  // it has arrived
-      state->fail(std::string_view(text.data(), static_cast<std::size_t>(bytes)));
+      BALLAST_CHECK(bytes >= 1 && static_cast<std::size_t>(bytes) <= sizeof farewell);
+      check_mpi(MPI_Mrecv(&farewell, bytes, MPI_BYTE, &message, &status), "MPI_Mrecv");  // it has arrived
+      if (farewell.ending == Ending::rank_missing) world_->set_broken();
+      state->fail(std::string_view(farewell.text.data(), static_cast<std::size_t>(bytes) - 1));
     }
   }
 
   void fail(std::string_view text) noexcept {
-    world_->set_unclean();
+    world_->set_failed();
     latch_.set(text);
     std::vector<std::shared_ptr<MpiState>> children;
     {
@@ -195,18 +206,19 @@ class MpiState final : public OrderedState {
   }
 
   // Says so to every other rank, as far as MPI takes the messages; never waits long.
-  void tell(std::string_view text) noexcept {
+  void tell(std::string_view text, Ending ending) noexcept {
     struct Telling {
-      std::array<char, kAbortTextBytes> text;
+      Farewell farewell;
       std::vector<MPI_Request> requests;
     };
     auto telling = std::make_unique<Telling>();
-    const std::size_t bytes = std::min(text.size(), telling->text.size());
-    std::copy_n(text.begin(), bytes, telling->text.begin());
+    const std::size_t bytes = std::min(text.size(), telling->farewell.text.size());
+    std::copy_n(text.begin(), bytes, telling->farewell.text.begin());
+    telling->farewell.ending = ending;
     for (int r = 0; r < members().count(); ++r) {
       if (r == own()) continue;
       MPI_Request request = MPI_REQUEST_NULL;
-      if (MPI_Isend(telling->text.data(), static_cast<int>(bytes), MPI_BYTE, members().world_rank(r),
+      if (MPI_Isend(&telling->farewell, static_cast<int>(bytes) + 1, MPI_BYTE, members().world_rank(r),
                     world_->tag(context_, 0, MessageKind::abort), world_->comm(), &request) == MPI_SUCCESS) {
         telling->requests.push_back(request);
       }

@@ -67,7 +67,7 @@ Exchange::~Exchange() {
     for (int i = 0; i < set.count; ++i) {
       const auto at = static_cast<std::size_t>(i);
       if (set.receives[at] != 0 && set.requests[at] != MPI_REQUEST_NULL) {
-        if (MPI_Cancel(&set.requests[at]) != MPI_SUCCESS) world_.set_unclean();
+        if (MPI_Cancel(&set.requests[at]) != MPI_SUCCESS) world_.set_failed();
       }
     }
   }

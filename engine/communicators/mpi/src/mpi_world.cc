@@ -53,7 +53,29 @@ bool finish_by(MPI_Request& request, std::chrono::steady_clock::time_point deadl
   }
 }
 
+// mpirun ends every other rank as soon as the first one exits without MPI_Finalize. Where a rank is missing, the others
+// find out a little apart; so each stays for a moment at its exit, and all have said why before they are ended.
+class LastMoment {
+ public:
+  LastMoment() = default;
+  ~LastMoment() {
+    if (wanted_) std::this_thread::sleep_for(std::chrono::seconds(1));
+  }
+  LastMoment(const LastMoment&) = delete;
+  LastMoment& operator=(const LastMoment&) = delete;
+  void want() noexcept { wanted_ = true; }
+
+ private:
+  std::atomic<bool> wanted_{false};
+};
+
+LastMoment& last_moment() {
+  static LastMoment moment;
+  return moment;
+}
+
 constexpr int kTagPhaseBits = 2;
+constexpr std::chrono::nanoseconds kFinalizeAfterFailure = std::chrono::seconds(5);
 
 }  // namespace
 
@@ -84,6 +106,7 @@ class MpiRuntime {
       int provided = 0;
       check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
       runtime->ours_ = true;
+      last_moment();  // from here on it has an end
     }
     int level = 0;
     check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
@@ -106,7 +129,8 @@ class MpiRuntime {
       // MPI_Finalize waits for all, without end: so see that all are there.
       MPI_Request request = MPI_REQUEST_NULL;
       check_mpi(MPI_Ibarrier(MPI_COMM_WORLD, &request), "MPI_Ibarrier");
-      if (!finish_by(request, std::chrono::steady_clock::now() + timeout_, "MPI_Test")) return;
+      const auto wait = failed_ ? std::min(timeout_, kFinalizeAfterFailure) : timeout_;
+      if (!finish_by(request, std::chrono::steady_clock::now() + wait, "MPI_Test")) return;
       check_mpi(MPI_Finalize(), "MPI_Finalize");
     } catch (const std::exception&) {
       // The process ends without; mpirun says so.
@@ -116,11 +140,16 @@ class MpiRuntime {
   MpiRuntime(const MpiRuntime&) = delete;
   MpiRuntime& operator=(const MpiRuntime&) = delete;
 
-  void set_broken() noexcept { broken_ = true; }
+  void set_failed() noexcept { failed_ = true; }
+  void set_broken() noexcept {
+    broken_ = true;
+    if (ours_) last_moment().want();
+  }
 
  private:
   bool ours_ = false;
   std::chrono::nanoseconds timeout_{};
+  std::atomic<bool> failed_{false};
   std::atomic<bool> broken_{false};
 };
 
@@ -184,6 +213,11 @@ void MpiWorld::take_context(std::uint32_t context) {
                      "make_mpi_communicator");
   }
   next_context_ = context + 1;
+}
+
+void MpiWorld::set_failed() noexcept {
+  unclean_ = true;
+  runtime_->set_failed();
 }
 
 void MpiWorld::set_broken() noexcept {

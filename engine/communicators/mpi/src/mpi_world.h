@@ -53,8 +53,8 @@ class MpiWorld {
 
   // Requests are left behind, or a rank is missing: nothing that waits for others is called any more.
   void set_broken() noexcept;
-  // Messages may be left in it, so it is not freed.
-  void set_unclean() noexcept { unclean_ = true; }
+  // Messages may be left in it, so it is not freed; and at MPI's end the others are not waited for long.
+  void set_failed() noexcept;
 
  private:
   MpiWorld() = default;

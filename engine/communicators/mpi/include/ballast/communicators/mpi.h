@@ -11,8 +11,8 @@
 //
 // Failure. A rank that makes no progress within the timeout ends the call at all the others, which tell each other.
 // What MPI cannot cancel (a transfer that had begun) may still touch the buffers of a failed call: keep them until the
-// process ends, or until the rank is known to be dead. After a failure nothing is freed or finalised that could wait
-// for others; mpirun then ends the other ranks when the first process exits. MPI itself ends the job when a connection
+// process ends, or until the rank is known to be dead. While a rank is missing nothing is freed or finalised that could
+// wait for it; mpirun then ends the other ranks when the first process exits. MPI itself ends the job when a connection
 // over TCP breaks or, by mpirun, when a process dies; the watchdog is for those that live and do not move.
 //
 // duplicate() and split() of all communicators of one world: in one order on every rank, as with MPI.
@@ -31,7 +31,8 @@ struct MpiOptions {
   // Points to the MPI_Comm to duplicate, an intracommunicator; null: MPI_COMM_WORLD. Read during the call only.
   const void* communicator = nullptr;
   // Initialise MPI, with MPI_THREAD_MULTIPLE, where nobody has. MPI is then finalised when the last communicator made
-  // from it goes (it cannot be initialised again: keep one for the length of the program), unless a rank is missing.
+  // from it goes (it cannot be initialised again: keep one for the length of the program), unless a rank is missing;
+  // then the process stays for a second at its exit, so that mpirun does not end the others before they have said why.
   // What the trainer initialised is left to the trainer, and is to be finalised after the last communicator has gone.
   bool initialize = false;
   CommunicatorOptions common;
