@@ -3,14 +3,16 @@
 #include "ranks.h"
 
 #include <ballast/base/error.h>
+#include <ballast/communicators/bootstrap.h>
 
 #include <array>
 #include <cstdio>
 
 namespace ballast::cli {
 
-std::shared_ptr<Communicator> join_ranks(const Config&) {
-  std::shared_ptr<Communicator> ranks = make_single_communicator();
+std::shared_ptr<Communicator> join_ranks(const Config& config) {
+  const bool cuda = config.device == "cuda";
+  std::shared_ptr<Communicator> ranks = make_communicator(config, cuda, communicator_factories());
   if (ranks->rank() != 0 && std::freopen("/dev/null", "w", stdout) == nullptr)
     throw IoError("standard output of rank " + std::to_string(ranks->rank()) + " cannot be closed");
   return ranks;

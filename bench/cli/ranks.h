@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ballast/communicators/bootstrap.h>
 #include <ballast/engine/communicator.h>
 #include <ballast/engine/config.h>
 
@@ -9,6 +10,9 @@
 #include <string>
 
 namespace ballast::cli {
+
+// The kinds of communicator that this command was built with: one of two sources, as CMake found MPI or not.
+CommunicatorFactories communicator_factories();
 
 // The world that a launcher has started this process in, or one rank. Standard output is rank 0's from here on; errors
 // go to standard error on every rank. Throws ConfigError or CommunicationError.

@@ -155,6 +155,8 @@ class EngineImplementation {
   int next_micro_batches() const { return pass_.options.micro_batches; }  // of the pass after this: as this one
   void top_up(Lock& lock);
   bool several_ranks() const { return plan_.partition.world_size > 1; }
+  void agree_on_start();
+  void check_machine_memory();
   void agree_on_presence();
   void gather_elements(ParameterId id, std::int64_t first_element, std::span<float> values);
   void agree_on_name(std::string& name);

@@ -178,6 +178,7 @@ void EngineImplementation::expect_order(std::vector<ExpectedAccess> accesses, in
 void EngineImplementation::commit() {
   if (committed_) throw UsageError("Engine::commit has been called already");
   if (specs_.empty()) throw UsageError("Engine::commit without any unit");
+  agree_on_start();
   engine::PlanInputs inputs;
   inputs.micro_batches = expected_micro_batches_;
   inputs.world_size = communicator_->world_size();
@@ -234,6 +235,7 @@ void EngineImplementation::commit() {
     }
   }
   plan_ = engine::make_plan(specs_, config_, inputs);
+  check_machine_memory();
 
   schedule::Limits limits;
   limits.fetch_slots = plan_.fetch_slots;

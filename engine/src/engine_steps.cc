@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "engine_implementation.h"
 
@@ -111,52 +110,6 @@ GradientNorm EngineImplementation::finish_backward() {
 // What the sum of the gradients over micro-batches and ranks is divided by.
 double EngineImplementation::gradient_divisor() const {
   return static_cast<double>(step_.options.micro_batches) * plan_.partition.world_size * loss_scaler_.scale();
-}
-
-// The order of the sum is that of shards, units and blocks, whatever the order of arrival and whoever stores them.
-double EngineImplementation::local_square_sum() const {
-  double sum = 0;
-  for (std::uint32_t shard = 0; shard < plan_.partition.world_size; ++shard) {
-    if (!plan_.partition.stores(shard)) continue;
-    double shard_sum = 0;
-    for (std::uint32_t c = 0; c < chunk_contributed_.size(); ++c) {
-      if (!chunk_contributed_[c] || plan_.layout.chunks[c].shard != shard) continue;
-      for (double block : executor_->block_sums(c)) shard_sum += block;
-    }
-    sum += shard_sum;
-  }
-  return sum;
-}
-
-// A parameter has a gradient where any rank has one. One small exchange as long as none is absent anywhere.
-void EngineImplementation::agree_on_presence() {
-  const auto any_absent = [](const UnitState& unit) {
-    return unit.trainable && std::find(unit.present.begin(), unit.present.end(), 0) != unit.present.end();
-  };
-  double absent = std::any_of(units_.begin(), units_.end(), any_absent) ? 1 : 0;
-  communicator_->all_reduce_sum({&absent, 1});
-  if (absent == 0) return;
-  std::vector<double> present;
-  for (const UnitState& unit : units_) present.insert(present.end(), unit.present.begin(), unit.present.end());
-  communicator_->all_reduce_sum(present);
-  std::size_t at = 0;
-  for (UnitState& unit : units_) {
-    for (std::uint8_t& each : unit.present) each = present[at++] > 0 ? 1 : 0;
-  }
-}
-
-// The first rank that knows one names it for all.
-void EngineImplementation::agree_on_name(std::string& name) {
-  constexpr std::size_t kBytes = 256;
-  std::vector<std::byte> mine(kBytes), all(kBytes * plan_.partition.world_size);
-  std::memcpy(mine.data(), name.data(), std::min(name.size(), kBytes - 1));
-  communicator_->all_gather(mine, all);
-  for (std::size_t rank = 0; rank < plan_.partition.world_size; ++rank) {
-    const auto* text = reinterpret_cast<const char*>(all.data() + rank * kBytes);
-    if (*text == 0) continue;
-    name = text;
-    return;
-  }
 }
 
 std::string EngineImplementation::first_non_finite() const {
