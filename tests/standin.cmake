@@ -35,7 +35,19 @@ endif()
 ballast_add_test(standin_device_test LABEL contract TIMEOUT 300
   SOURCES contract/standin_device_test.cc LIBRARIES ballast_standin)
 
+ballast_add_test(standin_kernels_test LABEL unit TIMEOUT 120
+  SOURCES unit/standin_kernels_test.cc LIBRARIES ballast_standin)
+
 # The same sources over the vendor's library: they link everywhere, and run where there is a GPU.
 if(BALLAST_HAVE_CUDA)
   ballast_add_test(cuda_device_test LABEL gpu TIMEOUT 120 SOURCES gpu/cuda_device_test.cc LIBRARIES ballast::cuda)
+  ballast_add_test(cuda_kernels_test LABEL gpu TIMEOUT 120
+    SOURCES gpu/cuda_kernels_test.cc LIBRARIES ballast::cuda ballast::kernels_cuda)
 endif()
+
+if(NOT BALLAST_BENCH)
+  return()  # it trains the units of the reference GPT
+endif()
+ballast_add_test(standin_engine_test LABEL integration TIMEOUT 600
+  SOURCES integration/standin_engine_test.cc LIBRARIES ballast_standin ballast_engine ballast_gpt)
+target_include_directories(standin_engine_test PRIVATE ${PROJECT_SOURCE_DIR}/bench)

@@ -13,6 +13,9 @@ using schedule::Action;
 
 void Executor::open_device() {
   if (device_.host_addressable()) return;
+  kernel_stream_ = device_.make_stream("kernels");
+  whole_stream_ = device_.make_stream("chunks");
+  if (slab_) device_.register_host_memory(slab_->memory());
   // May come on a thread that holds the mutex: left for the engine thread, which finds it before any completion that
   // comes after it.
   device_.set_failure_handler([this](std::exception_ptr failure) {
@@ -22,9 +25,6 @@ void Executor::open_device() {
     }
     wake_.notify();
   });
-  kernel_stream_ = device_.make_stream("kernels");
-  whole_stream_ = device_.make_stream("chunks");
-  if (slab_) device_.register_host_memory(slab_->memory());
 }
 
 void Executor::close_device() {

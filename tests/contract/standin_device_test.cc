@@ -196,6 +196,39 @@ TEST_F(CudaDeviceTest, PinnedMemoryIsCopiedWithoutBlockingAndReadWhenTheCopyRuns
   device->unregister_host_memory(memory);
 }
 
+// What the random timings are for: the same two streams with the wait left out are caught.
+TEST_F(CudaDeviceTest, AMissingWaitShowsInSomeOrderAndAKeptOneInNone) {
+  for (const bool waits : {true, false}) {
+    int wrong = 0;
+    for (std::uint64_t seed = 1; seed <= 60; ++seed) {
+      standin::reset();
+      standin::configure({.timing_seed = seed});
+      const auto device = cuda::make_cuda_device();
+      const auto first = device->make_stream("first");
+      const auto second = device->make_stream("second");
+      const auto event = device->make_event();
+      std::byte* const slab = device->take_slab(8192);
+      std::vector<std::byte> memory(4096, std::byte{7}), back(4096);
+      device->register_host_memory(memory);
+      second->fill_zero(slab, 4096);
+      second->synchronize();
+      first->copy(slab, memory.data(), 4096);
+      first->record(*event);
+      if (waits) second->wait(*event);
+      second->copy(back.data(), slab, 4096);
+      second->synchronize();
+      first->synchronize();
+      wrong += back[0] != std::byte{7} || back[4095] != std::byte{7};
+      device->unregister_host_memory(memory);
+    }
+    if (waits) {
+      EXPECT_EQ(wrong, 0);
+    } else {
+      EXPECT_GT(wrong, 0);
+    }
+  }
+}
+
 TEST_F(CudaDeviceTest, MemoryThatCannotBePinnedIsRefusedAndNothingStaysPinned) {
   const auto device = cuda::make_cuda_device({.pin_piece_bytes = 8192});
   std::vector<std::byte> memory(100000);

@@ -58,6 +58,9 @@ struct SyntheticOptions {
   std::function<bool(int step)> poison;    // puts a NaN into the first gradient
   std::function<bool(int step, int micro_batch, ParameterId)> absent;  // no gradient for this parameter
   std::function<bool(int step)> evaluate_before;                       // an evaluation pass before the step
+  // How host code computes in order with a stream, and sees memory of the device, where not as on the host device.
+  std::function<void(Stream, std::function<void()>)> run;
+  std::function<void*(void*)> view;
 };
 
 class SyntheticTrainer {
@@ -161,11 +164,23 @@ class SyntheticTrainer {
            0x1p-14f;  // the bits of fp16, as a number
   }
 
+  void compute(Stream stream, std::function<void()> work) {
+    if (options_.run) {
+      options_.run(stream, std::move(work));
+    } else {
+      stream.enqueue(std::move(work));
+    }
+  }
+  Tensor viewed(Tensor tensor) const {
+    if (options_.view && tensor.data != nullptr) tensor.data = options_.view(tensor.data);
+    return tensor;
+  }
+
   void forward(std::size_t u, Stream stream) {
     auto lease = engine_.acquire(ids_[u], stream);
     for (std::uint32_t p = 0; p < units_[u].parameters.size(); ++p) {
       const Tensor tensor = lease[{ids_[u].index, p}];
-      stream.enqueue([this, tensor] { loss_ += checksum(tensor); });
+      compute(stream, [this, tensor] { loss_ += checksum(viewed(tensor)); });
     }
     lease.release(stream);
   }
@@ -181,11 +196,13 @@ class SyntheticTrainer {
         continue;
       }
       if (!units_[u].parameters[p].options.trainable) continue;
-      const Tensor out = gradients[id];
-      const Tensor in = parameters ? lease[id] : Tensor{};
+      const Tensor gradient = gradients[id];
+      const Tensor parameter = parameters ? lease[id] : Tensor{};
       const bool poison = options_.poison && options_.poison(number) && u + 1 == ids_.size() && p == 0;
       const auto scale = static_cast<float>(options_.gradient_size);
-      stream.enqueue([=] {
+      compute(stream, [=, this] {
+        const Tensor out = viewed(gradient);
+        const Tensor in = viewed(parameter);
         for (std::int64_t i = 0; i < out.elements; ++i) {
           const float x = in.data != nullptr ? value(in, i) : 0.125f;
           float g = scale * (x + 0.01f * static_cast<float>((i + number * 3 + micro * 5) % 11));
