@@ -53,9 +53,11 @@ Command add_bench_adam(CLI::App& bench) {
   CLI::App* parser = bench.add_subcommand("adam", "Speed of the optimizer update in memory");
   options->engine.add_to(*parser, false);
   parser->add_option("--parameters", options->parameters, "How many; their states must exceed the last-level cache")
+      ->type_name("N")
       ->check(CLI::Range(std::int64_t{1} << 10, std::int64_t{1} << 34))
       ->capture_default_str();
   parser->add_option("--threads", options->threads, "Threads (threads of the configuration)")
+      ->type_name("N")
       ->check(CLI::Range(1, 1024));
   parser->add_option("--json", options->json, "Write the figures to FILE")->type_name("FILE");
   return {parser, [options] { return run(*options); }};

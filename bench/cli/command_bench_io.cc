@@ -69,16 +69,15 @@ int run(const Options& options) {
            " ms CPU per GB";
   };
   if (!bench.direct()) std::printf("CACHED: no direct I/O to a drive here, so these are figures of memory\n");
-  print_table(
-      {{"read", line(read)},
-       {"write", line(write)},
-       {"write and flush", rate_text(flushed)},
-       {"first write, flushed", rate_text(static_cast<double>(first.bytes) / (first.seconds + first_flush))},
-       {"mixed (both directions)", line(mixed)},
-       {"size, block, depth", base::format_size(bytes) + ", " + base::format_size(config.nvme.block_bytes) + ", " +
-                                  std::to_string(config.nvme.queue_depth)},
-       {"back end", bench.backend_name() + (bench.backend_reason().empty() ? "" : ": " + bench.backend_reason())},
-       {"memory", bench.memory_note()}});
+  print_table({{"read", line(read)},
+               {"write", line(write)},
+               {"write and flush", rate_text(flushed)},
+               {"first write, flushed", rate_text(static_cast<double>(first.bytes) / (first.seconds + first_flush))},
+               {"mixed (both directions)", line(mixed)},
+               {"size, block, depth", base::format_size(bytes) + ", " + base::format_size(config.nvme.block_bytes) +
+                                          ", " + std::to_string(config.nvme.queue_depth)},
+               {"back end", bench.backend_reason().empty() ? bench.backend_name() : bench.backend_reason()},
+               {"memory", bench.memory_note()}});
   if (json_file.wanted()) {
     nlohmann::ordered_json out;
     out["read_bytes_per_second"] = read.bytes_per_second();
@@ -111,11 +110,14 @@ Command add_bench_io(CLI::App& bench) {
                    "Directory to measure; may repeat (nvme.paths of the configuration, or run)")
       ->type_name("DIR")
       ->allow_extra_args(false);
-  parser->add_option("--size", options->size, "Bytes to move per pass, over all paths")->capture_default_str();
+  parser->add_option("--size", options->size, "Bytes to move per pass, over all paths")
+      ->type_name("SIZE")
+      ->capture_default_str();
   parser->add_option("--block-size", options->block_size, "Bytes per request (nvme.block_size)")->type_name("SIZE");
   parser->add_option("--queue-depth", options->queue_depth, "Requests in flight per path (nvme.queue_depth)")
+      ->type_name("N")
       ->check(CLI::Range(1, 4096));
-  parser->add_option("--backend", options->backend, "auto, io_uring or threads (nvme.backend)");
+  parser->add_option("--backend", options->backend, "auto, io_uring or threads (nvme.backend)")->type_name("NAME");
   parser->add_option("--json", options->json, "Write the figures to FILE")->type_name("FILE");
   return {parser, [options] { return run(*options); }};
 }

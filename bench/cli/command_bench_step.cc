@@ -245,8 +245,8 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
   const auto per_parameter = [&](Lane lane) { return fixed_text(record.bytes_per_step(lane) / share, 2); };
   std::vector<std::pair<std::string, std::string>> rows = {
       {"parameters", count_text(parameters)},
-      {"step", fixed_text(record.steady_step_seconds() * 1e3, 1) + " ms, timing " + record.end.timing + ", " +
-                   record.end.io_backend},
+      {"step", fixed_text(record.steady_step_seconds() * 1e3, 1) + " ms, timing " + record.end.timing +
+                   (raw ? ", " + record.end.io_backend : "")},
       {"NVMe bytes per parameter and step",
        per_parameter(Lane::nvme_read) + " read + " + per_parameter(Lane::nvme_write) + " written"},
       {"efficiency", fixed_text(efficiency, 3) + (raw ? " (median of raw time over step time, pair by pair)" : "")}};
@@ -292,12 +292,17 @@ Command add_bench_step(CLI::App& bench) {
   CLI::App* parser = bench.add_subcommand("step", "Whole steps of a synthetic model, against raw transfers");
   parser->add_option("--model", options->model, "Shape of the model, JSON")->type_name("FILE")->required();
   options->engine.add_to(*parser, true);
-  const CLI::Range positive(std::int64_t{1}, std::int64_t{1} << 40);
-  parser->add_option("--steps", options->steps, "Optimizer steps")->check(positive)->capture_default_str();
+  const auto positive = CLI::Range(std::int64_t{1}, std::int64_t{1} << 40).description("");  // told when it is broken
+  parser->add_option("--steps", options->steps, "Optimizer steps")
+      ->type_name("N")
+      ->check(positive)
+      ->capture_default_str();
   parser->add_option("--micro-batches", options->micro_batches, "Passes per step")
+      ->type_name("K")
       ->check(positive)
       ->capture_default_str();
   parser->add_option("--seed", options->seed, "Of the initial parameters")
+      ->type_name("S")
       ->check(whole_number())
       ->capture_default_str();
   parser->add_option("--json", options->json, "Write all figures to FILE")->type_name("FILE");

@@ -265,27 +265,40 @@ Command add_train(CLI::App& app) {
   parser->add_option("--model", options->model, "Shape of the model, JSON")->type_name("FILE")->required();
   options->engine.add_to(*parser, true);
   parser->add_option("--data", options->data, "The text; its bytes are the tokens")->type_name("FILE")->required();
-  const CLI::Range positive(std::int64_t{1}, std::int64_t{1} << 40);
-  parser->add_option("--steps", options->steps, "Optimizer steps")->check(positive)->capture_default_str();
+  const auto positive = CLI::Range(std::int64_t{1}, std::int64_t{1} << 40).description("");  // told when it is broken
+  parser->add_option("--steps", options->steps, "Optimizer steps")
+      ->type_name("N")
+      ->check(positive)
+      ->capture_default_str();
   parser
       ->add_option("--batch", options->batch,
                    "Sequences per step, over all ranks and micro-batches (4 x ranks x micro-batches)")
+      ->type_name("B")
       ->check(positive);
-  parser->add_option("--sequence", options->sequence, "Tokens per sequence")->check(positive)->capture_default_str();
+  parser->add_option("--sequence", options->sequence, "Tokens per sequence")
+      ->type_name("T")
+      ->check(positive)
+      ->capture_default_str();
   parser->add_option("--micro-batches", options->micro_batches, "Parts that a step's batch is computed in")
+      ->type_name("K")
       ->check(positive)
       ->capture_default_str();
   parser->add_option("--order", options->order, "horizontal: one micro-batch after another; vertical: layer by layer")
       ->check(CLI::IsMember({"horizontal", "vertical"}))
       ->capture_default_str();
-  parser->add_option("--learning-rate", options->learning_rate, "Instead of optimizer.learning_rate");
+  parser->add_option("--learning-rate", options->learning_rate, "Instead of optimizer.learning_rate")->type_name("LR");
   parser->add_option("--seed", options->seed, "Of the initial parameters and of the batches")
+      ->type_name("S")
       ->check(whole_number())
       ->capture_default_str();
-  parser->add_option("--checkpoint", options->checkpoint, "Folder for checkpoints")->type_name("DIR");
-  parser->add_option("--every", options->every, "Steps between checkpoints")->check(positive);
-  parser->add_flag("--resume", options->resume, "Go on from the last committed state, where there is one");
-  parser->add_flag("--overwrite", options->overwrite, "Replace the state of an earlier run");
+  parser->add_option("--checkpoint", options->checkpoint, "Folder for checkpoints (refused: this build writes none)")
+      ->type_name("DIR");
+  parser->add_option("--every", options->every, "Steps between checkpoints (refused too)")
+      ->type_name("N")
+      ->check(positive);
+  parser->add_flag("--resume", options->resume,
+                   "Go on from the last committed state (this build has none: from step 0)");
+  parser->add_flag("--overwrite", options->overwrite, "Replace the state of an earlier run (this build keeps none)");
   parser->add_option("--json", options->json, "Write all figures to FILE")->type_name("FILE");
   parser->add_option("--log", options->log, "Append one JSON line per step to FILE")->type_name("FILE");
   parser->add_option("--trace", options->trace, "Write a timeline for Perfetto to FILE")->type_name("FILE");
