@@ -35,7 +35,8 @@ endforeach()
 
 add_executable(mpi_failure_worker integration/mpi_failure_worker.cc)
 target_link_libraries(mpi_failure_worker PRIVATE ballast::mpi ballast::offload ballast_build)
-ballast_add_test(mpi_failure_test LABEL integration TIMEOUT 300 SOURCES integration/mpi_failure_test.cc)
+ballast_add_test(mpi_failure_test LABEL integration TIMEOUT 300 SOURCES integration/mpi_failure_test.cc
+  LIBRARIES ballast::base)
 target_compile_definitions(mpi_failure_test PRIVATE MPIRUN="${MPIEXEC_EXECUTABLE}"
                                                     WORKER="$<TARGET_FILE:mpi_failure_worker>")
 add_dependencies(mpi_failure_test mpi_failure_worker)
