@@ -25,6 +25,14 @@ if(TARGET ballast)
                                                BALLAST_COMMAND="$<TARGET_FILE:ballast>")
     add_dependencies(${name} ballast)
   endforeach()
+  if(TARGET ballast_mpi)
+    ballast_add_test(command_ranks_test LABEL integration TIMEOUT 300
+      SOURCES integration/command_ranks_test.cc integration/command_runner.cc LIBRARIES nlohmann_json::nlohmann_json)
+    target_compile_features(command_ranks_test PRIVATE cxx_std_20)
+    target_compile_definitions(command_ranks_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}"
+                                                          BALLAST_COMMAND="$<TARGET_FILE:ballast>")
+    add_dependencies(command_ranks_test ballast)
+  endif()
 endif()
 
 add_test(NAME source_rules

@@ -26,6 +26,8 @@ Command add_doctor(CLI::App& app);
 Command add_bench_io(CLI::App& bench);
 Command add_bench_adam(CLI::App& bench);
 Command add_bench_step(CLI::App& bench);
+Command add_bench_copy(CLI::App& bench);
+Command add_bench_collective(CLI::App& bench);
 
 // --engine and --set, which most subcommands take.
 class EngineOptions {

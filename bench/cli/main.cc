@@ -39,6 +39,8 @@ int run(int argc, char** argv) {
   commands.push_back(add_bench_io(*bench));
   commands.push_back(add_bench_adam(*bench));
   commands.push_back(add_bench_step(*bench));
+  commands.push_back(add_bench_copy(*bench));
+  commands.push_back(add_bench_collective(*bench));
   commands.push_back(add_doctor(app));
   try {
     app.parse(argc, argv);

@@ -66,10 +66,17 @@ std::vector<std::string> ScratchFolder::entries() const {
 
 CommandResult run_command(const std::vector<std::string>& arguments, const std::vector<std::string>& environment,
                           int stop_after_ms, int signal) {
+  std::vector<std::string> all = {BALLAST_COMMAND};
+  all.insert(all.end(), arguments.begin(), arguments.end());
+  return run_program(all, environment, stop_after_ms, signal);
+}
+
+CommandResult run_program(const std::vector<std::string>& arguments, const std::vector<std::string>& environment,
+                          int stop_after_ms, int signal) {
   std::array<int, 2> output{}, error{};
   EXPECT_EQ(::pipe(output.data()), 0);
   EXPECT_EQ(::pipe(error.data()), 0);
-  std::vector<char*> argv = {const_cast<char*>(BALLAST_COMMAND)};
+  std::vector<char*> argv;
   for (const std::string& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
   argv.push_back(nullptr);
   const pid_t child = ::fork();
@@ -78,7 +85,7 @@ CommandResult run_command(const std::vector<std::string>& arguments, const std::
     ::dup2(error[1], STDERR_FILENO);
     for (const int descriptor : {output[0], output[1], error[0], error[1]}) ::close(descriptor);
     for (const std::string& entry : environment) ::putenv(const_cast<char*>(entry.c_str()));
-    ::execv(BALLAST_COMMAND, argv.data());
+    ::execvp(argv[0], argv.data());
     ::_exit(127);
   }
   EXPECT_GT(child, 0);

@@ -31,6 +31,9 @@ class ScratchFolder {
 // `stop_after_ms` above 0: sends `signal` then. Environment entries ("NAME=value") are added to the test's own.
 CommandResult run_command(const std::vector<std::string>& arguments, const std::vector<std::string>& environment = {},
                           int stop_after_ms = 0, int signal = 0);
+// Likewise for any program on the path, named first.
+CommandResult run_program(const std::vector<std::string>& arguments, const std::vector<std::string>& environment = {},
+                          int stop_after_ms = 0, int signal = 0);
 
 std::string read_file(const std::string& path);
 std::string source_path(const std::string& below);  // of the source tree

@@ -1,0 +1,125 @@
+// The command under mpirun: one training run over ranks, whatever the stage; refusals before anything starts.
+// SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+
+#include "command_runner.h"
+
+namespace ballast {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+using testing::read_file;
+using testing::run_program;
+using testing::ScratchFolder;
+using testing::source_path;
+
+class CommandRanks : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (std::system("mpirun --version > /dev/null 2>&1") != 0) GTEST_SKIP() << "no mpirun here";
+    text_ = scratch_.write("text", [] {
+      std::string text;
+      for (int i = 0; i < 2000; ++i) text += "line " + std::to_string(i * 37 % 101) + " of a text to learn\n";
+      return text;
+    }());
+    model_ = scratch_.write("model.json",
+                            R"({"type": "gpt", "layers": 2, "width": 64, "heads": 4, "context": 64,
+                                "vocabulary": 256, "tie_embeddings": true})");
+  }
+  // Arguments of mpirun, up to the command's own.
+  static std::vector<std::string> world(int ranks) {
+    return {"mpirun", "--allow-run-as-root", "--oversubscribe", "-n", std::to_string(ranks), BALLAST_COMMAND};
+  }
+  std::vector<std::string> train(int ranks, const std::vector<std::string>& more) {
+    std::vector<std::string> arguments = ranks == 0 ? std::vector<std::string>{BALLAST_COMMAND} : world(ranks);
+    for (const std::string& each :
+         {std::string("train"), std::string("--model"), model_, std::string("--engine"),
+          source_path("configs/engine/nvme.json"), std::string("--data"), text_, std::string("--steps"),
+          std::string("4"), std::string("--sequence"), std::string("32"), std::string("--set"),
+          "nvme.paths=" + scratch_.path() + "/run", std::string("--set"), std::string("budget.host=64MiB"),
+          std::string("--set"), std::string("budget.device=64MiB"), std::string("--set"),
+          std::string("communication.timeout_seconds=30")})
+      arguments.push_back(each);
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+  }
+  nlohmann::json trained(int ranks, std::vector<std::string> more) {
+    const std::string json = scratch_.path() + "/out.json";
+    more.insert(more.end(), {"--json", json});
+    const auto result = run_program(train(ranks, more), {"OMP_NUM_THREADS=1"});
+    EXPECT_EQ(result.status, 0) << result.error;
+    last_output_ = result.output;
+    return nlohmann::json::parse(read_file(json));
+  }
+
+  const ScratchFolder scratch_;
+  std::string text_, model_, last_output_;
+};
+
+TEST_F(CommandRanks, TrainTheSameAtEveryStageAndOnceInTheOutput) {
+  const auto one = trained(0, {"--batch", "6"})["losses"].get<std::vector<double>>();
+  for (const int ranks : {2, 3}) {
+    std::vector<double> first;
+    for (const std::string stage : {"0", "1", "2", "3"}) {
+      const nlohmann::json out = trained(ranks, {"--batch", "6", "--set", "zero_stage=" + stage});
+      EXPECT_EQ(out["world_size"], ranks);
+      EXPECT_EQ(out["zero_stage"].dump(), stage);
+      const auto losses = out["losses"].get<std::vector<double>>();
+      if (first.empty()) first = losses;
+      EXPECT_EQ(losses, first) << "stage " << stage;
+      for (std::size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(losses[i], one[i], 5e-4 * one[i]);
+      const std::size_t table = last_output_.find("loss, nats per byte");
+      EXPECT_NE(table, std::string::npos);
+      EXPECT_EQ(last_output_.find("loss, nats per byte", table + 1), std::string::npos) << last_output_;
+      EXPECT_GT(out["bytes_per_step"]["collective"], 0);
+    }
+  }
+}
+
+TEST_F(CommandRanks, RefuseABatchThatDoesNotDivideAndAWorldThatWouldFallApart) {
+  const auto batch = run_program(train(2, {"--batch", "3"}));
+  EXPECT_EQ(batch.status, 2);
+  EXPECT_THAT(batch.error, HasSubstr("--batch 3 does not divide"));
+  const auto apart = run_program(train(2, {"--set", "communication.backend=single"}));
+  EXPECT_EQ(apart.status, 2);
+  EXPECT_THAT(apart.error, HasSubstr("each would train alone"));
+}
+
+TEST_F(CommandRanks, ThatWereGivenDifferentConfigurationsSayWhichDiffersInWhat) {
+  std::vector<std::string> arguments = train(1, {});
+  const std::vector<std::string> mine(arguments.begin() + 5, arguments.end());
+  arguments.push_back(":");
+  arguments.insert(arguments.end(), {"-n", "1"});
+  arguments.insert(arguments.end(), mine.begin(), mine.end());
+  arguments.insert(arguments.end(), {"--set", "optimizer.weight_decay=0.25"});
+  const auto result = run_program(arguments);
+  EXPECT_NE(result.status, 0);
+  EXPECT_THAT(result.error, HasSubstr("optimizer"));
+  EXPECT_THAT(result.error, HasSubstr("0.25"));
+}
+
+TEST_F(CommandRanks, MeasureCollectivesWithTheBandwidthOfABus) {
+  const std::string json = scratch_.path() + "/collective.json";
+  std::vector<std::string> arguments = world(2);
+  arguments.insert(arguments.end(), {"bench", "collective", "--smallest", "64KiB", "--largest", "1MiB", "--iterations",
+                                     "3", "--json", json});
+  const auto result = run_program(arguments);
+  EXPECT_EQ(result.status, 0) << result.error;
+  const auto out = nlohmann::json::parse(read_file(json));
+  EXPECT_EQ(out["world_size"], 2);
+  EXPECT_EQ(out["results"].size(), 9u);
+  for (const auto& each : out["results"]) {
+    const double factor = each["operation"] == "all_reduce" ? 1.0 : 0.5;
+    EXPECT_NEAR(each["bus_bytes_per_second"].get<double>(), factor * each["algorithm_bytes_per_second"].get<double>(),
+                1);
+    EXPECT_GT(each["bus_bytes_per_second"], 0);
+  }
+}
+
+}  // namespace
+}  // namespace ballast
