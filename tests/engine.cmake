@@ -4,6 +4,9 @@ ballast_add_test(trajectory_test LABEL integration SOURCES integration/trajector
 ballast_add_test(engine_failure_test LABEL integration SOURCES integration/engine_failure_test.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(engine_failure_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
+ballast_add_test(engine_misuse_test LABEL integration TIMEOUT 300 SOURCES integration/engine_misuse_test.cc
+  LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
+target_include_directories(engine_misuse_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
 ballast_add_test(engine_values_test LABEL integration TIMEOUT 300 SOURCES integration/engine_values_test.cc
   LIBRARIES ballast::engine)
 ballast_add_test(engine_deviation_test LABEL integration TIMEOUT 300 SOURCES integration/engine_deviation_test.cc

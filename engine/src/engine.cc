@@ -98,17 +98,19 @@ void GradientLease::commit_partial(Stream stream) {
 
 // --- passes and steps ------------------------------------------------------------------------------------------------
 
-PassScope::PassScope(PassScope&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)) {}
+PassScope::PassScope(PassScope&& other) noexcept
+    : engine_(std::exchange(other.engine_, nullptr)), serial_(other.serial_) {}
 
 PassScope& PassScope::operator=(PassScope&& other) noexcept {
   std::swap(engine_, other.engine_);
+  std::swap(serial_, other.serial_);
   return *this;
 }
 
 PassScope::~PassScope() { end(); }
 
 void PassScope::end() {
-  if (engine_ != nullptr) std::exchange(engine_, nullptr)->end_pass();
+  if (engine_ != nullptr) std::exchange(engine_, nullptr)->end_pass(serial_);
 }
 
 Step::Step(Step&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)) {}

@@ -9,9 +9,11 @@
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,7 +38,7 @@ class EngineImplementation {
   void initialize(const Engine::Fill& fill);
   Step begin_step(StepOptions options);
   PassScope begin_pass(PassOptions options, bool within_step);
-  void end_pass();
+  void end_pass(std::uint64_t serial);
   ParameterLease acquire(UnitId unit, Stream stream);
   GradientLease gradients(UnitId unit, Stream stream);
   void settle();
@@ -87,6 +89,7 @@ class EngineImplementation {
     std::vector<std::uint8_t> absent;  // per parameter, where any is
   };
   struct UnitState {
+    std::map<std::string, std::uint32_t, std::less<>> names;  // of its parameters
     bool trainable = false;
     bool partial_open = false;               // partial commits wait for their last
     bool updated_eagerly = false;            // in the running step
@@ -137,6 +140,7 @@ class EngineImplementation {
     std::uint64_t serial = 0;
   };
 
+  bool forked() const;  // this is a child of the process that made the engine
   void require_committed() const;
   void require_initialized() const;
   const engine::UnitLayout& unit_layout(UnitId unit) const;
@@ -184,7 +188,9 @@ class EngineImplementation {
   engine::TestHooks* hooks_ = nullptr;
   std::shared_ptr<offload::Device> device_;
   std::shared_ptr<Communicator> communicator_;
+  int owner_process_ = 0;
   std::vector<engine::UnitSpec> specs_;
+  std::set<std::string> unit_names_;
   std::vector<ExpectedAccess> expected_order_;
   int expected_micro_batches_ = 1;
   bool committed_ = false;

@@ -296,6 +296,7 @@ void EngineImplementation::wait_parameters(std::uint64_t id) {
 // --- ending a lease --------------------------------------------------------------------------------------------------
 
 void EngineImplementation::release_parameters(std::uint64_t id, Stream* stream) {
+  if (forked()) return;
   offload::Stream* on = nullptr;
   {
     const Lock lock(executor_->mutex());
@@ -340,6 +341,17 @@ void EngineImplementation::commit_gradients(std::uint64_t id, Stream stream, boo
     scratch = executor_->window() + executor_->scheduler().device_offset(lease.entry);
     other_stream = lease.gated && lease.stream != &on;
     UnitState& state = units_[lease.unit];
+    if (!pass_.active || lease.pass != pass_.serial || state.updated_eagerly) {
+      const std::string name = plan_.layout.units[lease.unit].name;
+      const bool over = !state.updated_eagerly;
+      lock.unlock();
+      discard_gradients(id);
+      throw UsageError(over ? "gradients of unit " + name +
+                                  " are committed after the pass that they were opened in; commit before it ends"
+                            : "unit " + name +
+                                  " has had its last gradient of this step; contributions before it are committed with "
+                                  "commit_partial");
+    }
     if (!plan_.stored_gradients[lease.unit] && (partial || !last_pass_of_step())) {
       const std::string& name = plan_.layout.units[lease.unit].name;
       lock.unlock();

@@ -4,6 +4,7 @@
 #include <ballast/base/size.h>
 #include <ballast/kernels/convert.h>
 #include <ballast/offload/device_registry.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -102,11 +103,16 @@ EngineImplementation::EngineImplementation(const Config& config, EngineEnvironme
     if (hooks_ != nullptr) options.before_copy = hooks_->before_copy;
     device_ = offload::make_host_device(options);
   }
+  owner_process_ = ::getpid();
   communicator_ = environment_.communicator ? environment_.communicator : make_single_communicator();
   streams_.push_back(device_->make_stream("compute"));
 }
 
+bool EngineImplementation::forked() const { return ::getpid() != owner_process_; }
+
 EngineImplementation::~EngineImplementation() {
+  // A forked child has none of the threads, and perhaps locked mutexes: what they work on is left where it is.
+  if (forked()) static_cast<void>(executor_.release());
   if (executor_ && several_ranks()) {
     // Collectives that the other ranks have begun or will begin are joined; the communicator ends this wait at last.
     try {
@@ -133,25 +139,24 @@ void EngineImplementation::require_initialized() const {
 
 UnitId EngineImplementation::add_unit(std::string name, std::vector<ParameterSpec> parameters) {
   if (committed_) throw UsageError("unit " + name + " comes too late: Engine::commit has been called");
-  for (const engine::UnitSpec& unit : specs_) {
-    if (unit.name == name) throw UsageError("there is a unit named " + name + " already");
-  }
+  if (unit_names_.count(name) > 0) throw UsageError("there is a unit named " + name + " already");
+  std::map<std::string, std::uint32_t, std::less<>> names;
   bool trainable = false;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     engine::element_count(parameters[i].shape, name + "/" + parameters[i].name);
     trainable |= parameters[i].options.trainable;
-    for (std::size_t k = 0; k < i; ++k) {
-      if (parameters[k].name == parameters[i].name) {
-        throw UsageError("unit " + name + " has two parameters named " + parameters[i].name +
-                         "; a tied parameter is registered once and used twice");
-      }
+    if (!names.emplace(parameters[i].name, static_cast<std::uint32_t>(i)).second) {
+      throw UsageError("unit " + name + " has two parameters named " + parameters[i].name +
+                       "; a tied parameter is registered once and used twice");
     }
   }
   UnitState& state = units_.emplace_back();
   state.trainable = trainable;
+  state.names = std::move(names);
   state.step_counts.assign(parameters.size(), 0);
   state.present.assign(parameters.size(), 0);
   state.requested.assign(parameters.size(), 0);
+  unit_names_.insert(name);
   specs_.push_back({std::move(name), std::move(parameters)});
   return {static_cast<std::uint32_t>(specs_.size() - 1)};
 }
@@ -159,9 +164,8 @@ UnitId EngineImplementation::add_unit(std::string name, std::vector<ParameterSpe
 ParameterId EngineImplementation::parameter(UnitId unit, std::string_view name) const {
   if (unit.index >= specs_.size()) throw UsageError("there is no unit " + std::to_string(unit.index));
   const engine::UnitSpec& spec = specs_[unit.index];
-  for (std::uint32_t i = 0; i < spec.parameters.size(); ++i) {
-    if (spec.parameters[i].name == name) return {unit.index, i};
-  }
+  const auto& names = units_[unit.index].names;
+  if (const auto found = names.find(name); found != names.end()) return {unit.index, found->second};
   throw UsageError("unit " + spec.name + " has no parameter named " + std::string(name));
 }
 

@@ -230,6 +230,7 @@ void EngineImplementation::discard() {
 
 // Also from destructors: a step that was neither updated nor discarded, perhaps because of an exception.
 void EngineImplementation::abandon_step() noexcept {
+  if (forked()) return;
   if (!step_.active) return;
   step_.active = false;
   pass_.active = false;
@@ -275,9 +276,10 @@ PassScope EngineImplementation::begin_pass(PassOptions options, bool within_step
     throw UsageError("micro_batches is " + std::to_string(options.micro_batches) + "; at least 1");
   if (options.kind == Pass::train && step_.finished_backward)
     throw UsageError("a training pass after Step::finish_backward");
-  if (options.kind == Pass::train && step_.covered + options.micro_batches > step_.options.micro_batches) {
+  if (options.kind == Pass::train && options.micro_batches > step_.options.micro_batches - step_.covered) {
     throw UsageError("the step declared " + std::to_string(step_.options.micro_batches) +
-                     " micro-batches; its passes would cover " + std::to_string(step_.covered + options.micro_batches));
+                     " micro-batches; its passes would cover " +
+                     std::to_string(std::int64_t{step_.covered} + options.micro_batches));
   }
   Lock lock(executor_->mutex());
   executor_->check(lock);
@@ -307,10 +309,12 @@ PassScope EngineImplementation::begin_pass(PassOptions options, bool within_step
   executor_->wake();
   PassScope scope;
   scope.engine_ = this;
+  scope.serial_ = pass_.serial;
   return scope;
 }
 
-void EngineImplementation::end_pass() {
+void EngineImplementation::end_pass(std::uint64_t serial) {
+  if (forked() || serial != pass_.serial) return;
   if (!pass_.active) return;
   Lock lock(executor_->mutex());
   const std::vector<engine::TraceOpening>& seen = recorder_.end();
@@ -400,7 +404,7 @@ void EngineImplementation::top_up(Lock& lock) {
         if (pass_.active && !training) return;  // an evaluation within a step: what follows is not known
         const int covered = step_.covered + (training ? pass_.options.micro_batches : 0);
         next_step = covered >= step_.options.micro_batches;
-        last_pass = !next_step && covered + next_micro_batches() >= step_.options.micro_batches;
+        last_pass = !next_step && next_micro_batches() >= step_.options.micro_batches - covered;
         // With several ranks what is appended must not depend on when a gradient has come.
         if (next_step && plan_.timing == Timing::eager && several_ranks()) return;
         if (next_step && (plan_.timing == Timing::after_backward || ahead_index_ >= trace->forward_end)) return;

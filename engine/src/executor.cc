@@ -113,9 +113,6 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
 
   pool_serial_ = offload::make_inline_pool();
 
-  if (plan.device_bytes > 0) device_slab_ = device.take_slab(plan.device_bytes);
-  window_ = device_slab_ + plan.device_parameter_bytes + plan.device_optimizer_bytes + plan.device_gradient_bytes;
-
   std::vector<std::string> notes;
   if (plan.host_bytes > 0) {
     offload::HostSlabOptions options;
@@ -162,6 +159,10 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
            "host memory is not registered with the drive's queue (" + reason + "); transfers work, slower");
     }
   }
+
+  // A device gives its memory once: taken when all else has been had, so that a commit that failed can be tried again.
+  if (plan.device_bytes > 0) device_slab_ = device.take_slab(plan.device_bytes);
+  window_ = device_slab_ + plan.device_parameter_bytes + plan.device_optimizer_bytes + plan.device_gradient_bytes;
 
   parameter_checksums_.resize(plan.layout.chunks.size());
   optimizer_checksums_.resize(plan.layout.chunks.size());

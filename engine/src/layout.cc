@@ -36,6 +36,8 @@ ShardRange shard_range(std::uint64_t elements, std::uint32_t world_size, std::ui
 
 namespace {
 
+constexpr std::uint64_t kChunksMax = std::uint64_t{1} << 24;
+
 struct Builder {
   Layout& layout;
   const Config::Precision& precision;
@@ -49,6 +51,10 @@ struct Builder {
     UnitLayout& unit = layout.units[unit_index];
     const std::uint64_t length = end - begin;
     const std::uint64_t pieces = ceil_div(length, chunk_elements);
+    if (pieces + layout.chunks.size() > kChunksMax) {
+      throw PlanError("unit " + layout.units[unit_index].name + ": more than " + std::to_string(kChunksMax) +
+                      " chunks of " + std::to_string(chunk_elements) + " elements on one rank; use more ranks");
+    }
     const std::uint64_t size = round_up(ceil_div(length, pieces), granule);
     std::size_t member = 0;
     for (std::uint64_t at = begin; at < end; at += size) {

@@ -81,7 +81,6 @@ class Planner {
     plan_.chunk_elements = round_up(chunk_elements, plan_.granule);
     plan_.layout = make_layout(units_, config_.precision, plan_.chunk_elements, plan_.granule, plan_.partition);
     plan_.placement.assign(plan_.layout.chunks.size(), {});
-    if (plan_.layout.chunks.size() >= (std::size_t{1} << 24)) throw PlanError("more than 16 Mi chunks on one rank");
   }
 
   // Eager updates consume a gradient as it comes, unless it is the sum of several contributions.
@@ -155,6 +154,8 @@ class Planner {
     std::uint64_t smallest = UINT64_MAX;
     for (std::uint64_t elements : kChunkElements) {
       if (round_up(elements, plan_.granule) != elements) break;
+      // Smaller chunks of a model this large would be more than can be named.
+      if (elements != kChunkElements.front() && plan_.layout.chunks.size() > (std::size_t{1} << 22)) break;
       set_layout(elements);
       apply_tiers();
       const Needs n = needs();

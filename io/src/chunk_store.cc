@@ -12,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <cstdio>
+#include <filesystem>
 #include <map>
 #include <optional>
 
@@ -80,6 +81,12 @@ struct ChunkStore::Implementation {
 };
 
 ChunkStore::Implementation::Implementation(ChunkStoreOptions given) : options(std::move(given)) {
+  // The working directory may be another one when files and directories are removed.
+  for (std::string& path : options.paths) {
+    std::error_code unknown;
+    const std::filesystem::path whole = std::filesystem::absolute(path, unknown);
+    if (!path.empty() && !unknown) path = whole.string();
+  }
   check();
   try {
     prepare_files();

@@ -126,6 +126,7 @@ class PassScope {
  private:
   friend class EngineImplementation;
   EngineImplementation* engine_ = nullptr;
+  std::uint64_t serial_ = 0;  // of the pass; one that its step has left behind ends nothing
 };
 
 struct GroupRate {

@@ -1,0 +1,239 @@
+// What trainers do that they should not, or seldom do: late and double commits, scopes that outlive others, another
+// working directory, forks, a commit that is tried again, very many names.
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <memory>
+#include <stdexcept>
+
+#include "executor.h"
+#include "support/engine_support.h"
+
+namespace ballast {
+namespace {
+
+using testing::small_model;
+using testing::SyntheticTrainer;
+using testing::TemporaryDirectory;
+
+Config nvme_config(const std::string& path, Timing timing) {
+  Config config = testing::plain_config(path, Tier::nvme, timing);
+  config.budget.device_bytes = std::uint64_t{16} << 20;
+  config.budget.host_bytes = std::uint64_t{4} << 20;
+  return config;
+}
+
+TEST(UsageTest, GradientsBelongToThePassTheyWereOpenedIn) {
+  for (const Timing timing : {Timing::eager, Timing::just_in_time, Timing::after_backward}) {
+    SCOPED_TRACE(to_string(timing));
+    const TemporaryDirectory directory;
+    Engine engine(nvme_config(directory.path(), timing));
+    SyntheticTrainer trainer(engine, small_model());
+    engine.commit();
+    trainer.initialize();
+    const std::vector<float> before = trainer.values();
+    Stream stream = engine.stream();
+    for (int late = 0; late < 4; ++late) {  // by one call more each time
+      GradientLease gradients;
+      {
+        auto step = engine.begin_step();
+        auto pass = step.begin_pass();
+        gradients = engine.gradients(trainer.ids()[0], stream);
+        pass.end();
+        if (late == 0) {
+          EXPECT_THROW(gradients.commit(stream), UsageError);
+        }
+        EXPECT_EQ(step.finish_backward().value, 0);
+        if (late == 1) {
+          EXPECT_THROW(gradients.commit(stream), UsageError);
+        }
+        step.update();
+      }
+      if (late == 2) {
+        EXPECT_THROW(gradients.commit(stream), UsageError);
+      }
+      if (late < 3) continue;
+      auto step = engine.begin_step();
+      auto pass = step.begin_pass();
+      EXPECT_THROW(gradients.commit(stream), UsageError);
+      pass.end();
+      EXPECT_EQ(step.finish_backward().value, 0);
+      step.update();
+    }
+    EXPECT_EQ(trainer.values(), before);
+    trainer.step();
+  }
+}
+
+TEST(UsageTest, TwoLeasesOfAUnitsGradientsAreSummedOrRefused) {
+  for (const Timing timing : {Timing::eager, Timing::just_in_time, Timing::after_backward}) {
+    SCOPED_TRACE(to_string(timing));
+    const TemporaryDirectory directory;
+    Engine engine(nvme_config(directory.path(), timing));
+    SyntheticTrainer trainer(engine, small_model());
+    engine.commit();
+    trainer.initialize();
+    Stream stream = engine.stream();
+    auto step = engine.begin_step();
+    auto pass = step.begin_pass();
+    auto one = engine.gradients(trainer.ids()[0], stream);
+    auto two = engine.gradients(trainer.ids()[0], stream);
+    for (const GradientLease* lease : {&one, &two}) {
+      for (std::uint32_t p = 0; p < 3; ++p) {
+        stream.enqueue([out = (*lease)[{0, p}]] {
+          std::fill_n(static_cast<float*>(out.data), out.elements, 0.0f);
+          *static_cast<float*>(out.data) = 0.5f;
+        });
+      }
+    }
+    one.commit(stream);
+    if (timing == Timing::eager) {
+      EXPECT_THROW(two.commit(stream), UsageError);
+      continue;
+    }
+    two.commit(stream);
+    pass.end();
+    EXPECT_EQ(step.finish_backward().value, std::sqrt(3.0));
+    step.update();
+    EXPECT_EQ(engine.step_count({0, 0}), 1u);
+  }
+}
+
+TEST(UsageTest, APassLeftBehindByItsStepEndsNoOther) {
+  const TemporaryDirectory directory;
+  Engine engine(nvme_config(directory.path(), Timing::just_in_time));
+  SyntheticTrainer trainer(engine, small_model());
+  engine.commit();
+  trainer.initialize();
+  PassScope old;
+  {
+    auto step = engine.begin_step();
+    old = step.begin_pass();
+  }
+  auto step = engine.begin_step({.micro_batches = INT32_MAX});
+  auto pass = step.begin_pass({.micro_batches = INT32_MAX});
+  old.end();
+  engine.acquire(trainer.ids()[0], engine.stream()).wait();
+  pass.end();
+  EXPECT_THROW(step.begin_pass({.micro_batches = INT32_MAX}), UsageError);
+}
+
+TEST(CommitTest, WhatFailedCanBeTriedAgain) {
+  const TemporaryDirectory directory;
+  auto hooks = std::make_shared<engine::TestHooks>();
+  hooks->storage_factory = [tries = std::make_shared<int>(0)](io::Backend backend, const io::StorageOptions& options,
+                                                              const std::string&) {
+    if (++*tries == 1) throw IoError("the drive is not there yet");
+    return io::open_storage(backend, options);
+  };
+  EngineEnvironment environment;
+  environment.test_hooks = hooks;
+  Engine engine(nvme_config(directory.path(), Timing::just_in_time), environment);
+  SyntheticTrainer trainer(engine, small_model());
+  EXPECT_THROW(engine.commit(), IoError);
+  engine.commit();
+  int calls = 0;
+  EXPECT_THROW(engine.initialize([&](ParameterId, std::int64_t, std::span<float>) {
+    if (++calls == 3) throw std::runtime_error("no values");
+  }),
+               std::runtime_error);
+  EXPECT_THROW(engine.begin_step(), UsageError);
+  trainer.initialize();
+  Engine other(nvme_config(directory.path() + "/other", Timing::just_in_time));
+  SyntheticTrainer plain(other, small_model());
+  other.commit();
+  plain.initialize();
+  EXPECT_EQ(trainer.step(), plain.step());
+  EXPECT_EQ(trainer.values(), plain.values());
+}
+
+// Relative paths mean the directory of the moment of commit.
+TEST(DirectoryTest, TheWorkingDirectoryMayChange) {
+  const TemporaryDirectory directory;
+  const std::filesystem::path before = std::filesystem::current_path();
+  std::filesystem::create_directory(directory.path() + "/here");
+  std::filesystem::create_directory(directory.path() + "/there");
+  std::filesystem::current_path(directory.path() + "/here");
+  {
+    Config config = nvme_config(directory.path(), Timing::just_in_time);
+    config.nvme.paths = {"a/b", "c"};
+    Engine engine(config);
+    SyntheticTrainer trainer(engine, small_model());
+    engine.commit();
+    std::filesystem::current_path(directory.path() + "/there");
+    trainer.initialize();
+    trainer.step();
+    for (const std::string& file : engine.report().nvme_files) EXPECT_TRUE(std::filesystem::exists(file)) << file;
+  }
+  std::filesystem::current_path(before);
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path() + "/here"));
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path() + "/there"));
+}
+
+TEST(ForkTest, AForkedChildCanLetGoOfAnEngineInUse) {
+  const TemporaryDirectory directory;
+  auto engine = std::make_unique<Engine>(nvme_config(directory.path(), Timing::just_in_time));
+  auto trainer = std::make_unique<SyntheticTrainer>(*engine, small_model());
+  engine->commit();
+  trainer->initialize();
+  for (int round = 0; round < 8; ++round) {
+    trainer->step();
+    auto step = engine->begin_step();
+    auto pass = step.begin_pass();
+    auto lease = engine->acquire(trainer->ids()[0], engine->stream());
+    auto gradients = engine->gradients(trainer->ids()[0], engine->stream());
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(20);
+      gradients = {};
+      lease = {};
+      pass.end();
+      { const Step gone = std::move(step); }
+      engine.reset();
+      ::_exit(0);
+    }
+    int status = -1;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+  }
+  trainer->step();
+  for (const std::string& file : engine->report().nvme_files) EXPECT_TRUE(std::filesystem::exists(file)) << file;
+}
+
+// Each name costs the same, however many there are.
+TEST(NamesTest, AHundredThousandParametersInOneUnit) {
+  const testing::Watchdog watchdog(100);
+  const TemporaryDirectory directory;
+  Config config = testing::plain_config(directory.path(), Tier::nvme, Timing::just_in_time);
+  config.budget.device_bytes = config.budget.host_bytes = std::uint64_t{256} << 20;
+  Engine engine(config);
+  std::vector<ParameterSpec> parameters;
+  for (int i = 0; i < 100'000; ++i) parameters.push_back({"parameter " + std::to_string(i), {i % 3}});
+  const UnitId unit = engine.add_unit("unit", parameters);
+  for (std::uint32_t i = 0; i < parameters.size(); ++i)
+    ASSERT_EQ(engine.parameter(unit, parameters[i].name), (ParameterId{unit.index, i}));
+  parameters.push_back(parameters.front());
+  EXPECT_THROW(engine.add_unit("other", parameters), UsageError);
+  EXPECT_THROW(engine.add_unit("unit", {}), UsageError);
+  engine.commit();
+  engine.initialize(
+      [](ParameterId, std::int64_t, std::span<float> values) { std::fill(values.begin(), values.end(), 1.0f); });
+  EXPECT_EQ(testing::read_one(engine, {unit.index, 99'998}, 1), 1.0f);
+}
+
+TEST(PlanTest, MoreElementsThanAnyMachineHoldsAreRefusedWithoutCountingThemOut) {
+  const testing::Watchdog watchdog(60);
+  const TemporaryDirectory directory;
+  Engine engine(nvme_config(directory.path(), Timing::eager));
+  engine.add_unit("huge", {{"p", {std::int64_t{1} << 60}}});
+  EXPECT_THROW(engine.commit(), PlanError);
+}
+
+}  // namespace
+}  // namespace ballast
