@@ -317,10 +317,8 @@ DoctorLine examine_gpu() {
 }
 
 DoctorLine examine_nccl() {
-  return {
-      "NCCL", State::good,
-      std::string(library_present("libnccl.so.2") ? "found" : "not found") + "; this build runs one rank without it",
-      ""};
+  return {"NCCL", State::good,
+          std::string(library_present("libnccl.so.2") ? "found" : "not found") + "; ranks on CPUs run without it", ""};
 }
 
 DoctorLine examine_mpi() {
@@ -328,12 +326,12 @@ DoctorLine examine_mpi() {
   const bool library =
       library_present("libmpi.so") || library_present("libmpi.so.40") || library_present("libmpi.so.12");
   const std::string finding = std::string("mpirun ") + (program ? "found" : "not found") + ", library " +
-                              (library ? "found" : "not found") + "; this build runs one rank without it";
+                              (library ? "found" : "not found") + "; several ranks need it, one does not";
   const char* size = std::getenv("OMPI_COMM_WORLD_SIZE");
   if (size != nullptr && std::atoi(size) > 1) {
     return {"MPI", State::warning,
-            "mpirun started " + std::string(size) + " processes; this build runs each as one rank",
-            "Start it without mpirun"};
+            "mpirun started " + std::string(size) + " processes; each examines the machine by itself",
+            "Start the doctor without mpirun"};
   }
   return {"MPI", State::good, finding, ""};
 }
