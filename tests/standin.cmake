@@ -45,6 +45,29 @@ if(BALLAST_HAVE_CUDA)
     SOURCES gpu/cuda_kernels_test.cc LIBRARIES ballast::cuda ballast::kernels_cuda)
 endif()
 
+find_path(BALLAST_NCCL_INCLUDE_DIR nccl.h HINTS ${BALLAST_CUDA_INCLUDE_DIR})
+mark_as_advanced(BALLAST_NCCL_INCLUDE_DIR)
+set(nccl_sources ${PROJECT_SOURCE_DIR}/engine/communicators/nccl)
+function(ballast_add_standin_nccl target standin headers)
+  add_library(${target} STATIC standin/src/nccl.cc ${nccl_sources}/src/id_exchange.cc
+              ${nccl_sources}/src/nccl_communicator.cc ${nccl_sources}/src/nccl_state.cc)
+  target_include_directories(${target} PUBLIC ${nccl_sources}/include
+                             PRIVATE ${PROJECT_SOURCE_DIR}/engine/communicators/src)
+  target_include_directories(${target} SYSTEM PRIVATE ${headers})
+  target_link_libraries(${target} PUBLIC ${standin} ballast_engine PRIVATE Threads::Threads ballast_build)
+endfunction()
+if(BALLAST_CUDA_INCLUDE_DIR AND BALLAST_NCCL_INCLUDE_DIR)
+  ballast_add_standin_nccl(ballast_standin_nccl ballast_standin ${BALLAST_NCCL_INCLUDE_DIR})
+  ballast_add_standin_nccl(ballast_standin_nccl_own_headers ballast_standin_own_headers ${standin_own_headers})
+elseif(BALLAST_CUDA_INCLUDE_DIR)
+  ballast_add_standin_nccl(ballast_standin_nccl ballast_standin_own_headers ${standin_own_headers})
+else()
+  ballast_add_standin_nccl(ballast_standin_nccl ballast_standin ${standin_own_headers})
+endif()
+ballast_add_test(standin_nccl_test LABEL contract TIMEOUT 300
+  SOURCES contract/standin_nccl_test.cc stress/allocation_counter.cc
+  LIBRARIES ballast_standin_nccl)
+
 if(NOT BALLAST_BENCH)
   return()  # it trains the units of the reference GPT
 endif()

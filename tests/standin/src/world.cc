@@ -149,6 +149,7 @@ Live live() {
   Live result;
   result.streams = counts().streams.load();
   result.events = counts().events.load();
+  result.communicators = counts().communicators.load();
   const std::lock_guard lock(memory().mutex);
   result.device_allocations = memory().allocations.size();
   result.pinned_ranges = memory().pinned.size();

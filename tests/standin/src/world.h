@@ -56,7 +56,7 @@ enum class Place { device, pinned, pageable, bad };
 Place place_of(const void* address, std::size_t bytes);
 
 struct Counts {
-  std::atomic<std::size_t> streams{0}, events{0};
+  std::atomic<std::size_t> streams{0}, events{0}, communicators{0};
 };
 Counts& counts();
 

@@ -1,0 +1,254 @@
+// NCCL in the stand-in: ranks are threads of this process. A collective holds its stream until every rank has come to
+// it, or until the communicator is aborted; sums are added in rank order, in fp32, and rounded once.
+// SPDX-License-Identifier: Apache-2.0
+#include <ballast/kernels/convert.h>
+#include <nccl.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <map>
+
+#include "world.h"
+
+namespace {
+
+// One collective, by its place in the order of its communicator.
+struct Meeting {
+  int come = 0;
+  int gone = 0;
+  std::vector<const void*> sources;
+  std::vector<void*> destinations;
+  std::size_t count = 0;
+  bool matched = true;
+};
+
+struct Group {
+  explicit Group(int size) : ranks(size), split_colors(static_cast<std::size_t>(size), -2) {}
+  const int ranks;
+  std::mutex mutex;
+  std::condition_variable changed;
+  int joined = 0;
+  bool aborted = false;  // by any rank: the others' work never ends, as without that rank
+  std::map<std::uint64_t, Meeting> meetings;
+  // Of the split under way.
+  std::vector<int> split_colors;
+  int split_come = 0, split_gone = 0;
+  std::map<int, std::shared_ptr<Group>> split_groups;
+};
+
+struct Groups {
+  std::mutex mutex;
+  std::uint64_t next = 1;
+  std::map<std::uint64_t, std::shared_ptr<Group>> by_id;
+};
+Groups& groups() {
+  static Groups instance;
+  return instance;
+}
+
+}  // namespace
+
+struct ncclComm {
+  std::shared_ptr<Group> group;
+  int rank = 0;
+  int device = 0;
+  std::uint64_t sequence = 0;
+  // Shared with work on streams, which may outlive the communicator.
+  std::shared_ptr<std::atomic<bool>> aborted = std::make_shared<std::atomic<bool>>(false);
+};
+
+namespace {
+
+ncclResult_t entered(const char* function) {
+  const cudaError_t error = standin::enter(function);
+  if (error == cudaSuccess) return ncclSuccess;
+  return standin::sticky() != cudaSuccess ? ncclUnhandledCudaError : ncclSystemError;
+}
+
+std::size_t bytes_of(ncclDataType_t type) {
+  return type == ncclFloat32 ? 4 : type == ncclFloat16 || type == ncclBfloat16 ? 2 : 1;
+}
+
+void widen(const void* source, ncclDataType_t type, float* values, std::size_t count) {
+  if (type == ncclFloat32) std::memcpy(values, source, count * 4);
+  if (type == ncclBfloat16) ballast::kernels::bf16_to_fp32(static_cast<const std::uint16_t*>(source), values, count);
+  if (type == ncclFloat16) ballast::kernels::fp16_to_fp32(static_cast<const std::uint16_t*>(source), values, count);
+}
+void narrow(const float* values, ncclDataType_t type, void* destination, std::size_t count) {
+  if (type == ncclFloat32) std::memcpy(destination, values, count * 4);
+  if (type == ncclBfloat16) ballast::kernels::fp32_to_bf16(values, static_cast<std::uint16_t*>(destination), count);
+  if (type == ncclFloat16) ballast::kernels::fp32_to_fp16(values, static_cast<std::uint16_t*>(destination), count);
+}
+
+enum class Kind { gather, scatter, reduce };
+
+// With everyone there: all of it, by the last to come.
+void carry_out(const Meeting& m, Kind kind, std::size_t count, ncclDataType_t type) {
+  const std::size_t ranks = m.sources.size();
+  const std::size_t bytes = count * bytes_of(type);
+  if (kind == Kind::gather) {
+    for (std::size_t to = 0; to < ranks; ++to) {
+      for (std::size_t from = 0; from < ranks; ++from) {
+        std::memmove(static_cast<std::byte*>(m.destinations[to]) + from * bytes, m.sources[from], bytes);
+      }
+    }
+    return;
+  }
+  const std::size_t total = kind == Kind::scatter ? count * ranks : count;
+  std::vector<float> sum(total), next(total);
+  widen(m.sources[0], type, sum.data(), total);
+  for (std::size_t r = 1; r < ranks; ++r) {
+    widen(m.sources[r], type, next.data(), total);
+    for (std::size_t i = 0; i < total; ++i) sum[i] += next[i];
+  }
+  for (std::size_t r = 0; r < ranks; ++r) {
+    narrow(sum.data() + (kind == Kind::scatter ? r * count : 0), type, m.destinations[r], count);
+  }
+}
+
+ncclResult_t queue(const char* function, ncclComm_t comm, Kind kind, const void* source, void* destination,
+                   std::size_t count, ncclDataType_t type, cudaStream_t stream) {
+  if (const ncclResult_t result = entered(function); result != ncclSuccess) return result;
+  const auto work = [group = comm->group, rank = static_cast<std::size_t>(comm->rank), aborted = comm->aborted,
+                     place = comm->sequence++, kind, source, destination, count, type] {
+    std::unique_lock lock(group->mutex);
+    Meeting& m = group->meetings[place];
+    m.sources.resize(static_cast<std::size_t>(group->ranks));
+    m.destinations.resize(static_cast<std::size_t>(group->ranks));
+    m.sources[rank] = standin::host_view(source);
+    m.destinations[rank] = standin::host_view(destination);
+    if (m.come == 0) m.count = count;
+    m.matched &= m.count == count;  // ranks that disagree wait for ever, as on a device
+    if (++m.come == group->ranks && m.matched) carry_out(m, kind, count, type);
+    group->changed.notify_all();
+    const auto over = [&] {
+      return (m.come == group->ranks && m.matched) || *aborted || standin::sticky() != cudaSuccess;
+    };
+    while (!over()) group->changed.wait_for(lock, std::chrono::milliseconds(20));
+    if (++m.gone == group->ranks) group->meetings.erase(place);
+  };
+  return standin::launch(stream, work) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+}
+
+ncclComm_t make(std::shared_ptr<Group> group, int rank) {
+  auto* const comm = new ncclComm;
+  comm->group = std::move(group);
+  comm->rank = rank;
+  static_cast<void>(cudaGetDevice(&comm->device));
+  ++standin::counts().communicators;
+  return comm;
+}
+
+void unmake(ncclComm_t comm) {
+  *comm->aborted = true;
+  comm->group->changed.notify_all();
+  delete comm;
+  --standin::counts().communicators;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* ncclGetErrorString(ncclResult_t result) {
+  return result == ncclSystemError ? "unhandled system error" : result == ncclRemoteError ? "remote error" : "an error";
+}
+const char* ncclGetLastError(ncclComm_t) { return "as the stand-in was told"; }
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  if (const ncclResult_t result = entered("ncclGetUniqueId"); result != ncclSuccess) return result;
+  const std::lock_guard lock(groups().mutex);
+  std::memset(id, 0, sizeof *id);
+  const std::uint64_t number = groups().next++;
+  std::memcpy(id->internal, &number, sizeof number);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t*) {
+  if (const ncclResult_t result = entered("ncclCommInitRankConfig"); result != ncclSuccess) return result;
+  std::uint64_t number = 0;
+  std::memcpy(&number, id.internal, sizeof number);
+  const std::lock_guard lock(groups().mutex);
+  auto& group = groups().by_id[number];
+  if (group == nullptr) group = std::make_shared<Group>(ranks);
+  *comm = make(group, rank);
+  const std::lock_guard inner(group->mutex);
+  if (++group->joined == ranks) groups().by_id.erase(number);
+  return ncclInProgress;
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* state) {
+  if (const ncclResult_t result = entered("ncclCommGetAsyncError"); result != ncclSuccess) {
+    *state = result;
+    return ncclSuccess;
+  }
+  const std::lock_guard lock(comm->group->mutex);
+  *state = comm->group->joined == comm->group->ranks ? ncclSuccess : ncclInProgress;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int, ncclComm_t* made, ncclConfig_t*) {
+  if (const ncclResult_t result = entered("ncclCommSplit"); result != ncclSuccess) return result;
+  Group& group = *comm->group;
+  std::unique_lock lock(group.mutex);
+  // One split after the other.
+  while (group.split_gone != 0) group.changed.wait_for(lock, std::chrono::milliseconds(1));
+  group.split_colors[static_cast<std::size_t>(comm->rank)] = color;
+  if (++group.split_come == group.ranks) {
+    std::map<int, int> sizes;
+    for (const int c : group.split_colors) ++sizes[c];
+    for (const auto& [c, size] : sizes) group.split_groups[c] = std::make_shared<Group>(size);
+  }
+  group.changed.notify_all();
+  while (group.split_come < group.ranks && !*comm->aborted) group.changed.wait_for(lock, std::chrono::milliseconds(5));
+  if (group.split_come < group.ranks) return ncclSystemError;
+  int rank = 0;
+  for (int r = 0; r < comm->rank; ++r) rank += group.split_colors[static_cast<std::size_t>(r)] == color;
+  const std::shared_ptr<Group> mine = group.split_groups[color];
+  if (++group.split_gone == group.ranks) {
+    group.split_come = group.split_gone = 0;
+    group.split_groups.clear();
+  }
+  lock.unlock();
+  const std::lock_guard inner(mine->mutex);
+  ++mine->joined;
+  *made = make(mine, rank);
+  return ncclInProgress;
+}
+
+ncclResult_t ncclCommFinalize(ncclComm_t) { return entered("ncclCommFinalize"); }
+ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  unmake(comm);
+  return ncclSuccess;
+}
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  unmake(comm);
+  return ncclSuccess;
+}
+ncclResult_t ncclCommCount(ncclComm_t comm, int* count) {
+  *count = comm->group->ranks;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommUserRank(ncclComm_t comm, int* rank) {
+  *rank = comm->rank;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommCuDevice(ncclComm_t comm, int* device) {
+  *device = comm->device;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclAllGather(const void* source, void* destination, std::size_t count, ncclDataType_t type,
+                           ncclComm_t comm, cudaStream_t stream) {
+  return queue("ncclAllGather", comm, Kind::gather, source, destination, count, type, stream);
+}
+ncclResult_t ncclReduceScatter(const void* source, void* destination, std::size_t count, ncclDataType_t type,
+                               ncclRedOp_t, ncclComm_t comm, cudaStream_t stream) {
+  return queue("ncclReduceScatter", comm, Kind::scatter, source, destination, count, type, stream);
+}
+ncclResult_t ncclAllReduce(const void* source, void* destination, std::size_t count, ncclDataType_t type, ncclRedOp_t,
+                           ncclComm_t comm, cudaStream_t stream) {
+  return queue("ncclAllReduce", comm, Kind::reduce, source, destination, count, type, stream);
+}
+
+}  // extern "C"
