@@ -70,7 +70,8 @@ gpt::TrainSettings settings_of(const Options& options, const Communicator& ranks
 void check(const Options& options) {
   if (!options.checkpoint.empty() || options.every != 0)
     throw ConfigError("this build writes no checkpoints: leave out --checkpoint and --every");
-  if (options.learning_rate && !(std::isfinite(*options.learning_rate) && *options.learning_rate >= 0))
+  if (options.learning_rate &&
+      !(std::isfinite(static_cast<float>(*options.learning_rate)) && *options.learning_rate >= 0))
     throw ConfigError("--learning-rate must be a finite number, 0 or more");
 }
 

@@ -295,13 +295,19 @@ void apply(Value* root, const std::string& key, const std::string& text) {
       where.begin(), where.end(), [](char c) { return c < 32 || c > 126; }, '?');
   if (std::find(kKeys.begin(), kKeys.end(), key) == kKeys.end()) unknown_key(where, key);
   Value value;
+  bool plain = false;  // not JSON
   try {
     value = json::parse(text, where);
   } catch (const ConfigError&) {
+    plain = true;
     value.kind = Kind::string;
     value.text = text;
   }
-  if (key == "nvme.paths" && value.kind != Kind::array) {
+  if (key == "nvme.paths" && value.kind == Kind::string && !plain) {
+    Value list{.kind = Kind::array};
+    list.items.push_back(std::move(value));
+    value = std::move(list);
+  } else if (key == "nvme.paths" && value.kind != Kind::array && value.kind != Kind::object) {
     value = Value{.kind = Kind::array};
     for (std::size_t begin = 0; begin <= text.size();) {
       const std::size_t end = std::min(text.find(',', begin), text.size());

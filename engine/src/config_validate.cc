@@ -29,7 +29,9 @@ void require(bool holds, const std::string& text) {
 }
 
 void in_range(const char* key, double value, bool holds, const char* range) {
-  require(std::isfinite(value) && holds, std::string(key) + " must be " + range + ", not " + number_text(value));
+  // The updates compute in fp32, where what is larger would be infinite.
+  require(std::isfinite(static_cast<float>(value)) && holds,
+          std::string(key) + " must be " + range + ", not " + number_text(value));
 }
 
 void one_of(const char* key, const std::string& value, std::initializer_list<std::string_view> choices) {

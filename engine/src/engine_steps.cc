@@ -24,7 +24,7 @@ Step EngineImplementation::begin_step(StepOptions options) {
   if (options.micro_batches < 1)
     throw UsageError("micro_batches is " + std::to_string(options.micro_batches) + "; at least 1");
   const auto check_rate = [](double value, const char* what) {
-    if (!std::isfinite(value) || value < 0)
+    if (!std::isfinite(static_cast<float>(value)) || value < 0)
       throw UsageError(std::string(what) + " is " + std::to_string(value) + "; finite and not negative");
   };
   if (options.learning_rate) check_rate(*options.learning_rate, "learning_rate");

@@ -158,7 +158,7 @@ TEST(Config, WholeNumbersAreTakenExactlyOrNotAtAll) {
 
 TEST(Config, SenselessHyperParametersAreRefusedWithKeyAndRange) {
   const auto optimizer = [](const std::string& text) { return refusal(R"({"optimizer": {)" + text + "}}"); };
-  for (const char* value : {"-1", "-1e-300", "\"0.1\"", "true", "null"})
+  for (const char* value : {"-1", "-1e-300", "1e39", "\"0.1\"", "true", "null"})
     EXPECT_THAT(optimizer(std::string("\"learning_rate\": ") + value), HasSubstr("optimizer.learning_rate must be"))
         << value;
   EXPECT_THAT(optimizer("\"learning_rate\": 1e400"), AllOf(HasSubstr("learning_rate"), HasSubstr("1e400")));
@@ -177,7 +177,7 @@ TEST(Config, SenselessHyperParametersAreRefusedWithKeyAndRange) {
                 HasSubstr("optimizer.clip_global_norm must be"))
         << value;
   EXPECT_THAT(optimizer("\"type\": \"sgd\""), HasSubstr("optimizer.type must be one of \"adam\", \"adamw\""));
-  for (const char* value : {"0", "-2", "\"auto\"", "null", "true"})
+  for (const char* value : {"0", "-2", "1e300", "\"auto\"", "null", "true"})
     EXPECT_THAT(refusal(std::string("{\"loss_scale\": ") + value + "}"), HasSubstr("loss_scale must be")) << value;
   for (const char* value : {"0", "-1", "1e8"})
     EXPECT_THAT(refusal(std::string("{\"communication\": {\"timeout_seconds\": ") + value + "}}"),
@@ -312,6 +312,8 @@ TEST_F(ConfigFile, OverridesTakeDottedKeysAndJsonOrText) {
   EXPECT_EQ(config.optimizer.timing, Timing::eager);
   EXPECT_THAT(load("{}", {{"nvme.paths", "[\"/x\"]"}}).nvme.paths, testing::ElementsAre("/x"));
   EXPECT_THAT(load("{}", {{"nvme.paths", "/x"}}).nvme.paths, testing::ElementsAre("/x"));
+  EXPECT_THAT(load("{}", {{"nvme.paths", "\"/x,y\""}}).nvme.paths, testing::ElementsAre("/x,y"));
+  EXPECT_THAT(load("{}", {{"nvme.paths", "7"}}).nvme.paths, testing::ElementsAre("7"));
   EXPECT_EQ(load("{}", {{"threads", "1"}, {"threads", "5"}}).threads, 5);
   EXPECT_FALSE(load("{\"threads\": 3}", {{"threads", "auto"}}).threads.has_value());
 }
@@ -325,6 +327,7 @@ TEST_F(ConfigFile, WrongOverridesNameTheOption) {
   EXPECT_THAT(set_refusal("optimizer.learning_rate", "NaN"), HasSubstr("optimizer.learning_rate must be a number"));
   EXPECT_THAT(set_refusal("optimizer.learning_rate", "1e400"), HasSubstr("optimizer.learning_rate must be a number"));
   EXPECT_THAT(set_refusal("nvme.paths", ""), HasSubstr("nvme.paths"));
+  EXPECT_THAT(set_refusal("nvme.paths", "{\"a\": 1}"), HasSubstr("list of directories"));
   EXPECT_THAT(set_refusal("nvme.paths", "/a,,/b"), HasSubstr("empty path"));
   EXPECT_THAT(set_refusal("", "1"), HasSubstr("unknown key"));
   EXPECT_THAT(set_refusal("budget", "8GiB"), HasSubstr("budget must be an object"));
