@@ -8,6 +8,8 @@
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdlib>
@@ -225,6 +227,91 @@ TEST(DirectoryTest, TwoEnginesNeverShareADirectory) {
     }
   }
   EXPECT_NE(one.step(), loss);
+}
+
+// A group with a limit of its own, below this process's. Empty where none can be made here.
+class MemoryGroup {
+ public:
+  explicit MemoryGroup(std::uint64_t limit_bytes) {
+    std::ifstream groups("/proc/self/cgroup");
+    for (std::string line; std::getline(groups, line);) {
+      const std::size_t first = line.find(':'), second = line.find(':', first + 1);
+      const std::string controllers = line.substr(first + 1, second - first - 1), below = line.substr(second + 1);
+      const bool old = controllers == "memory";
+      if (!old && !controllers.empty()) continue;
+      for (const std::string root : {old ? "/sys/fs/cgroup/memory" : "/sys/fs/cgroup", "/sys/fs/cgroup"}) {
+        const std::string path = root + below + "/ballast-test-" + std::to_string(::getpid());
+        if (::mkdir(path.c_str(), 0755) != 0) continue;
+        path_ = path;
+        if (write(old ? "memory.limit_in_bytes" : "memory.max", limit_bytes)) return;
+        ::rmdir(path.c_str());
+        path_.clear();
+      }
+    }
+  }
+  ~MemoryGroup() {
+    if (!path_.empty()) ::rmdir(path_.c_str());
+  }
+  MemoryGroup(const MemoryGroup&) = delete;
+  MemoryGroup& operator=(const MemoryGroup&) = delete;
+  bool there() const { return !path_.empty(); }
+  bool enter() const { return write("cgroup.procs", static_cast<std::uint64_t>(::getpid())); }
+
+ private:
+  bool write(const std::string& name, std::uint64_t value) const {
+    std::ofstream file(path_ + "/" + name);
+    file << value << std::flush;
+    return file.good();
+  }
+  std::string path_;
+};
+
+// Refused with the numbers instead of being killed; and within the limit the same bits.
+TEST(MemoryTest, BudgetsBeyondTheMemoryGroupAreRefusedAndThoseWithinItWork) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer's own memory would count";
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+  GTEST_SKIP() << "a sanitizer's own memory would count";
+#endif
+#endif
+  const TemporaryDirectory directory;
+  const MemoryGroup group(std::uint64_t{192} << 20);
+  if (!group.there()) GTEST_SKIP() << "no memory cgroup can be made here";
+  const auto losses = [&](Tier tier, std::uint64_t host_mib, std::int64_t elements) {
+    std::vector<SyntheticUnit> model;
+    for (int u = 0; u < 8; ++u) model.push_back({"u" + std::to_string(u), {{"w", {elements}}}});
+    Config config = plain_config(directory.path(), tier, Timing::just_in_time);
+    config.budget.device_bytes = config.budget.host_bytes = host_mib << 20;
+    EngineEnvironment environment;
+    auto hooks = std::make_shared<engine::TestHooks>();
+    hooks->inline_pool = true;  // a forked child has no threads but its own
+    environment.test_hooks = hooks;
+    Engine engine(config, environment);
+    SyntheticTrainer trainer(engine, model);
+    engine.commit();
+    trainer.initialize();
+    return std::pair(trainer.step(), trainer.step());
+  };
+  const auto expected = losses(Tier::nvme, 48, 1 << 20);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(100);
+    if (!group.enter()) ::_exit(77);
+    int status = 1;
+    try {
+      losses(Tier::host, 8192, 32 << 20);  // 4 GiB
+    } catch (const PlanError& error) {
+      const std::string text = error.what();
+      status = text.find("cgroup") != text.npos && text.find("192 MiB") != text.npos ? 0 : 2;
+    }
+    if (status == 0 && losses(Tier::nvme, 48, 1 << 20) != expected) status = 3;
+    ::_exit(status);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  if (status == 77 << 8) GTEST_SKIP() << "the memory cgroup cannot be entered";
+  EXPECT_EQ(status, 0);
 }
 
 TEST(DiskTest, AFullDiskIsRefusedAtCommitWithNumbers) {
