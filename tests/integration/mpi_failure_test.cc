@@ -14,7 +14,6 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using ::testing::Not;
 
 struct Outcome {
   int status = 0;
@@ -82,6 +81,13 @@ TEST(MpiFailure, ARankStoppedInTheMidstOfTransfersIsNamedByTheOthersWithinTheTim
 TEST(MpiFailure, ARankThatHangsIsNamedByTheOthersWithinTheTimeout) {
   const Outcome outcome = run(kRanks, "stuck");
   expect_survivors(outcome, "rank 2 did not come to call 1 (barrier) within 2 s");
+}
+
+TEST(MpiFailure, ARankThatWaitsElsewhereForTheOneThatHangsIsNotBlamed) {
+  const Outcome outcome = run(kRanks, "elsewhere");
+  EXPECT_THAT(outcome.of(0), HasSubstr("rank 0: rank 2 did not come to call 0 (barrier)")) << outcome.output;
+  EXPECT_THAT(outcome.of(1), HasSubstr("rank 1 (rank 2 of the world) did not come to call 0 (barrier)"))
+      << outcome.output;
 }
 
 TEST(MpiFailure, ARankThatGivesUpIsHeardByTheOthersAtOnce) {

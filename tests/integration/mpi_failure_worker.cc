@@ -125,6 +125,17 @@ int run(const std::string& scenario) {
     } catch (const CommunicationError& error) {
       text = error.what();
     }
+  } else if (scenario == "elsewhere") {
+    // The last rank hangs; the middle one waits for it elsewhere, from a little later on than the first for both.
+    const auto everybody = world->duplicate();
+    const auto pair = world->split(rank == 0 ? 0 : 1);
+    if (rank == last) std::this_thread::sleep_for(std::chrono::hours(1));
+    if (rank == 1) std::this_thread::sleep_for(kTimeout / 4);
+    try {
+      (rank == 0 ? everybody : pair)->barrier();
+    } catch (const CommunicationError& error) {
+      text = error.what();
+    }
   } else if (scenario == "gives-up") {
     text = exchange_until_failure(*world, [&] {
       if (rank == last) world->abort("out of luck");

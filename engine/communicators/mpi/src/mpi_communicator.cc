@@ -145,7 +145,15 @@ class MpiState final : public OrderedState {
       state_.hear();
       state_.latch_.throw_if_failed();
     }
-    void overdue_ranks(const std::vector<int>& late) override {
+    void long_wait() override { state_.world_->tell_waiting(); }
+    void overdue_ranks(const std::vector<int>& all_late) override {
+      // Those who wait for others themselves, here or elsewhere, are not to blame, unless all do.
+      state_.world_->hear_waiting();
+      std::vector<int> late;
+      for (const int r : all_late) {
+        if (!state_.world_->waits(state_.members().world_rank(r), state_.timeout())) late.push_back(r);
+      }
+      if (late.empty()) late = all_late;
       std::vector<Signature> signatures;
       std::vector<int> ranks;
       for (int r = 0; r < state_.members().count(); ++r) {

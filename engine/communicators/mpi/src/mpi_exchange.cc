@@ -129,6 +129,7 @@ void Exchange::wait(int which) {
   Workspace::Set& set = workspace_->sets[which];
   Backoff backoff;
   int tests = 0;
+  bool told = false;
   while (set.count != 0) {
     int completed = 0;
     const int code = MPI_Testsome(set.count, set.requests.data(), &completed, workspace_->indices.data(),
@@ -151,17 +152,19 @@ void Exchange::wait(int which) {
         workspace_->progress[static_cast<std::size_t>(set.peers[static_cast<std::size_t>(index)])] = now;
       }
       backoff.reset();
+      told = false;
       continue;
     }
     if (backoff.sleeps() || ++tests % kTestsPerLook == 0) {
       watch_.look();
-      bool overdue = false;
+      Clock::duration longest{0};
       for (int i = 0; i < set.count; ++i) {
         const auto at = static_cast<std::size_t>(i);
         if (set.requests[at] == MPI_REQUEST_NULL) continue;
-        overdue = overdue || now - workspace_->progress[static_cast<std::size_t>(set.peers[at])] > timeout_;
+        longest = std::max(longest, now - workspace_->progress[static_cast<std::size_t>(set.peers[at])]);
       }
-      if (overdue) {
+      if (longest > timeout_ / 2 && !std::exchange(told, true)) watch_.long_wait();
+      if (longest > timeout_) {
         std::vector<int> late;
         for (int i = 0; i < set.count; ++i) {
           const auto at = static_cast<std::size_t>(i);

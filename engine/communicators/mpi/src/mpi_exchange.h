@@ -64,6 +64,7 @@ class WorkspacePool {
 class WaitWatch {
  public:
   virtual void look() = 0;
+  virtual void long_wait() = 0;  // half the timeout has gone by without a move; once until the next
   virtual void overdue_ranks(const std::vector<int>& ranks) = 0;  // throws
 
  protected:

@@ -187,6 +187,7 @@ std::shared_ptr<MpiWorld> MpiWorld::open(const MpiOptions& options, std::chrono:
   const std::int64_t tags = (found != 0 ? std::int64_t{*bound} : std::int64_t{32767}) + 1;
   int bits = 0;
   while ((std::int64_t{2} << bits) <= tags) ++bits;
+  world->heard_ns_ = std::vector<std::atomic<std::int64_t>>(static_cast<std::size_t>(world->size_));
   BALLAST_CHECK(bits >= 15);  // the standard's least
   world->context_bits_ = (bits - kTagPhaseBits) * 2 / 5;
   world->sequence_bits_ = bits - kTagPhaseBits - world->context_bits_;
@@ -213,6 +214,48 @@ void MpiWorld::take_context(std::uint32_t context) {
                      "make_mpi_communicator");
   }
   next_context_ = context + 1;
+}
+
+namespace {
+
+constexpr std::uint64_t kSignSequence = 1;  // with MessageKind::abort, whose own messages have 0
+
+std::int64_t steady_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace
+
+void MpiWorld::tell_waiting() noexcept {
+  static const char sign = 1;  // outlives every request
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    MPI_Request request = MPI_REQUEST_NULL;
+    const int code = MPI_Isend(&sign, 1, MPI_CHAR, r, tag(0, kSignSequence, MessageKind::abort), comm_, &request);
+    // Nobody waits for it: a sign that does not come through is none.
+    if (code == MPI_SUCCESS && MPI_Request_free(&request) == MPI_SUCCESS) continue;
+    set_failed();
+  }
+}
+
+void MpiWorld::hear_waiting() {
+  for (;;) {
+    int found = 0;
+    MPI_Message message = MPI_MESSAGE_NULL;
+    MPI_Status status;
+    check_mpi(MPI_Improbe(MPI_ANY_SOURCE, tag(0, kSignSequence, MessageKind::abort), comm_, &found, &message, &status),
+              "MPI_Improbe");
+    if (found == 0) return;
+    char sign = 0;
+    check_mpi(MPI_Mrecv(&sign, 1, MPI_CHAR, &message, &status), "MPI_Mrecv");
+    heard_ns_[static_cast<std::size_t>(status.MPI_SOURCE)] = steady_ns();
+  }
+}
+
+bool MpiWorld::waits(int rank, std::chrono::nanoseconds within) const {
+  const std::int64_t heard = heard_ns_[static_cast<std::size_t>(rank)];
+  return heard != 0 && steady_ns() - heard < within.count();
 }
 
 void MpiWorld::set_failed() noexcept {

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <string_view>
+#include <vector>
 
 namespace ballast::communicators {
 
@@ -51,6 +52,12 @@ class MpiWorld {
   std::uint32_t next_context() const { return next_context_; }
   void take_context(std::uint32_t context);  // throws UsageError when they have run out
 
+  // Signs of life. A rank that has waited for half the timeout says so to all, so that those who wait for it know that
+  // it is not the one to blame.
+  void tell_waiting() noexcept;
+  void hear_waiting();
+  bool waits(int rank, std::chrono::nanoseconds within) const;  // has said so in the time before now
+
   // Requests are left behind, or a rank is missing: nothing that waits for others is called any more.
   void set_broken() noexcept;
   // Messages may be left in it, so it is not freed; and at MPI's end the others are not waited for long.
@@ -66,7 +73,8 @@ class MpiWorld {
   int context_bits_ = 0;
   int sequence_bits_ = 0;
   std::timed_mutex context_mutex_;
-  std::uint32_t next_context_ = 1;  // guarded by context_mutex_; 0 is the first communicator's
+  std::uint32_t next_context_ = 1;                   // guarded by context_mutex_; 0 is the first communicator's
+  std::vector<std::atomic<std::int64_t>> heard_ns_;  // by rank: steady clock of its last sign, 0 before
   std::atomic<bool> unclean_{false};
 };
 
