@@ -153,14 +153,10 @@ void Config::validate() const {
   require(!threads || (*threads >= 1 && *threads <= 1024),
           "threads must be \"auto\" or from 1 to 1024, not " + std::to_string(threads.value_or(0)));
   one_of("communication.backend", communication.backend, {"auto", "single", "mpi", "nccl"});
-  require(communication.backend == "auto" || communication.backend == "single",
-          "communication.backend: this build has one rank and no \"" + communication.backend +
-              "\"; use \"auto\" or \"single\"");
   in_range("communication.timeout_seconds", communication.timeout_seconds,
            communication.timeout_seconds > 0 && communication.timeout_seconds <= 1e7, "above 0 and at most 1e7");
-  require(communication.shard_group_size == 0 || communication.shard_group_size == 1,
-          "communication.shard_group_size: this build has one rank; use 0 or 1, not " +
-              std::to_string(communication.shard_group_size));
+  in_range("communication.shard_group_size", communication.shard_group_size, communication.shard_group_size >= 0,
+           "0 (all ranks) or more");
 }
 
 }  // namespace ballast

@@ -158,7 +158,7 @@ class EngineImplementation {
   void sync_expected();
   int next_micro_batches() const { return pass_.options.micro_batches; }  // of the pass after this: as this one
   void top_up(Lock& lock);
-  bool several_ranks() const { return plan_.partition.world_size > 1; }
+  bool several_ranks() const { return plan_.world_size > 1; }
   void agree_on_start();
   void check_machine_memory();
   void agree_on_presence();
@@ -189,6 +189,7 @@ class EngineImplementation {
   std::shared_ptr<offload::Device> device_;
   std::shared_ptr<Communicator> communicator_;
   int owner_process_ = 0;
+  std::shared_ptr<Communicator> shard_communicator_;  // the ranks that hold one copy of everything together
   std::vector<engine::UnitSpec> specs_;
   std::set<std::string> unit_names_;
   std::vector<ExpectedAccess> expected_order_;

@@ -104,6 +104,11 @@ EngineImplementation::EngineImplementation(const Config& config, EngineEnvironme
     device_ = offload::make_host_device(options);
   }
   owner_process_ = ::getpid();
+  const std::string& backend = config_.communication.backend;
+  if (!environment_.communicator && backend != "auto" && backend != "single") {
+    throw ConfigError("communication.backend is \"" + backend +
+                      "\": hand its communicator in with EngineEnvironment (make_mpi_communicator, for \"mpi\")");
+  }
   communicator_ = environment_.communicator ? environment_.communicator : make_single_communicator();
   streams_.push_back(device_->make_stream("compute"));
 }
@@ -240,6 +245,9 @@ void EngineImplementation::commit() {
   }
   plan_ = engine::make_plan(specs_, config_, inputs);
   check_machine_memory();
+  shard_communicator_ = plan_.partition.world_size == plan_.world_size
+                            ? communicator_
+                            : communicator_->split(static_cast<int>(plan_.rank / plan_.partition.world_size));
 
   schedule::Limits limits;
   limits.fetch_slots = plan_.fetch_slots;
@@ -371,7 +379,7 @@ void EngineImplementation::read(ParameterId id, std::int64_t first_element, std:
 
 // Completes a range of a parameter of which this rank has filled in the elements that it stores.
 void EngineImplementation::gather_elements(ParameterId id, std::int64_t first_element, std::span<float> values) {
-  if (!several_ranks() || plan_.partition.all_shards) return;
+  if (plan_.partition.world_size == 1 || plan_.partition.all_shards) return;
   const UnitLayout& unit = plan_.layout.units[id.unit];
   const ParameterLayout& parameter = unit.parameters[id.index];
   const auto section = std::find_if(unit.sections.rbegin(), unit.sections.rend(),
@@ -381,7 +389,7 @@ void EngineImplementation::gather_elements(ParameterId id, std::int64_t first_el
   for (std::size_t begin = 0; begin < values.size(); begin += kPiece) {
     const std::span<float> piece = values.subspan(begin, std::min(kPiece, values.size() - begin));
     all.resize(piece.size() * plan_.partition.world_size);
-    communicator_->all_gather(std::as_bytes(piece), std::as_writable_bytes(std::span<float>(all)));
+    shard_communicator_->all_gather(std::as_bytes(piece), std::as_writable_bytes(std::span<float>(all)));
     for (std::size_t i = 0; i < piece.size(); ++i) {
       const std::uint64_t element =
           parameter.begin - section->begin + static_cast<std::uint64_t>(first_element) + begin + i;

@@ -84,7 +84,7 @@ GradientNorm EngineImplementation::finish_backward() {
   if (several_ranks()) {
     lock.unlock();
     try {
-      if (config_.zero_stage > 0) communicator_->all_reduce_sum({&sum, 1});
+      if (config_.zero_stage > 0) shard_communicator_->all_reduce_sum({&sum, 1});
       agree_on_presence();
     } catch (...) {
       executor_->fail(std::current_exception());
@@ -109,7 +109,7 @@ GradientNorm EngineImplementation::finish_backward() {
 
 // What the sum of the gradients over micro-batches and ranks is divided by.
 double EngineImplementation::gradient_divisor() const {
-  return static_cast<double>(step_.options.micro_batches) * plan_.partition.world_size * loss_scaler_.scale();
+  return static_cast<double>(step_.options.micro_batches) * plan_.world_size * loss_scaler_.scale();
 }
 
 std::string EngineImplementation::first_non_finite() const {

@@ -66,7 +66,7 @@ std::vector<schedule::Unit> schedule_units(const Plan& plan, std::uint64_t gradi
     s.gradient_bytes = unit.gradient_elements * gradient_bytes;
     s.stored_gradients = plan.stored_gradients[u];
     s.gathered = plan.partition.world_size > 1 && plan.zero_stage > 0 && unit.chunk_count > 0;
-    s.reduced = plan.partition.world_size > 1 && unit.gradient_elements > 0;
+    s.reduced = plan.world_size > 1 && unit.gradient_elements > 0;
     units.push_back(s);
   }
   return units;
@@ -141,7 +141,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
   if (plan.uses_nvme) {
     io::ChunkStoreOptions options;
     options.paths = config.nvme.paths;
-    options.rank = plan.partition.rank;
+    options.rank = plan.rank;
     options.backend = to_backend(config.nvme.backend);
     options.storage.block_bytes = config.nvme.block_bytes;
     options.storage.queue_depth = config.nvme.queue_depth;
@@ -191,8 +191,11 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
   copy_out_ = device.make_stream("copy out");
   open_device();
   if (communicator.world_size() > 1) {
-    gather_communicator_ = communicator.duplicate();
-    reduce_communicator_ = communicator.duplicate();
+    const auto group = static_cast<int>(plan.rank / plan.partition.world_size);
+    gather_communicator_ = communicator.split(group);
+    reduce_communicator_ = communicator.split(group);
+    if (plan.partition.world_size < plan.world_size)
+      replica_communicator_ = communicator.split(static_cast<int>(plan.partition.rank));
     gather_stream_ = device.make_stream("gather");
     reduce_stream_ = device.make_stream("reduce");
   }
@@ -345,7 +348,10 @@ std::uint64_t Executor::bytes_of(const Action& action) const {
       if (action.task == Task::reduce && section.trainable) elements_bytes += section.shard_elements * gradient_bytes_;
     }
     const std::uint64_t ways = action.task == Task::reduce && plan_.zero_stage == 0 ? 2 : 1;
-    return ways * elements_bytes * (plan_.partition.world_size - 1);
+    std::uint64_t bytes = ways * elements_bytes * (plan_.partition.world_size - 1);
+    const std::uint64_t groups = plan_.world_size / plan_.partition.world_size;
+    if (action.task == Task::reduce) bytes += 2 * elements_bytes * (groups - 1) / groups;
+    return bytes;
   }
   const ChunkLayout& chunk = plan_.layout.chunks[action.chunk];
   const std::uint64_t gradient = chunk.elements * gradient_bytes_;
@@ -438,6 +444,7 @@ void Executor::finish(Work& work) {
   if (action.chunk == kNone) {
     try {
       (action.task == Task::gather ? gather_communicator_ : reduce_communicator_)->check();
+      if (action.task == Task::reduce && replica_communicator_) replica_communicator_->check();
     } catch (...) {
       fail_locked(std::current_exception());
     }

@@ -87,7 +87,7 @@ class Executor {
       still_seconds = seen == ended_tasks_ && scheduler_.quiet() ? still_seconds + 1 : 0;
       seen = ended_tasks_;
       // Several ranks: giving back by the clock would part them.
-      if (still_seconds == kPatienceSeconds && plan_.partition.world_size == 1) {
+      if (still_seconds == kPatienceSeconds && plan_.world_size == 1) {
         scheduler_.cancel_expected();
         wake();
       }
@@ -242,7 +242,8 @@ class Executor {
   std::unique_ptr<offload::Stream> kernel_stream_;  // the CPU worker's
   std::unique_ptr<offload::Stream> whole_stream_;   // of whole chunks for initial values and reading back
   std::vector<std::byte> staged_states_;            // of a chunk whose states lie on both sides
-  std::shared_ptr<Communicator> gather_communicator_, reduce_communicator_;  // one rank: none
+  // Within the shard group, and between the ranks that hold the same shard; one rank: none.
+  std::shared_ptr<Communicator> gather_communicator_, reduce_communicator_, replica_communicator_;
   std::unique_ptr<offload::Stream> gather_stream_, reduce_stream_;
   std::thread engine_thread_, cpu_thread_;
 };

@@ -175,11 +175,12 @@ void Executor::enqueue_collective(const Action& action, const UnitLayout& unit, 
     std::byte* const data = window_ + action.device_offset + section.begin * gradient_bytes_;
     if (plan_.zero_stage == 0) {
       reduce_communicator_->all_reduce_sum(data, section.shard_elements * plan_.partition.world_size, type, stream);
-    } else {
-      reduce_communicator_->reduce_scatter_sum(data,
-                                               data + plan_.partition.rank * section.shard_elements * gradient_bytes_,
-                                               section.shard_elements, type, stream);
+      continue;
     }
+    std::byte* const part = data + plan_.partition.rank * section.shard_elements * gradient_bytes_;
+    if (plan_.partition.world_size > 1)
+      reduce_communicator_->reduce_scatter_sum(data, part, section.shard_elements, type, stream);
+    if (replica_communicator_) replica_communicator_->all_reduce_sum(part, section.shard_elements, type, stream);
   }
 }
 

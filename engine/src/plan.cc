@@ -45,8 +45,15 @@ class Planner {
     plan_.granule = std::max<std::uint64_t>(kernels::kSumBlock, inputs.alignment_bytes / 2);
     BALLAST_CHECK((plan_.granule & (plan_.granule - 1)) == 0);
     plan_.zero_stage = config.zero_stage;
-    plan_.partition = {static_cast<std::uint32_t>(inputs.world_size), static_cast<std::uint32_t>(inputs.rank),
-                       config.zero_stage == 0};
+    plan_.world_size = static_cast<std::uint32_t>(inputs.world_size);
+    plan_.rank = static_cast<std::uint32_t>(inputs.rank);
+    const auto group = static_cast<std::uint32_t>(config.communication.shard_group_size);
+    const std::uint32_t shards = group == 0 || config.zero_stage == 0 ? plan_.world_size : group;
+    if (plan_.world_size % shards != 0) {
+      throw ConfigError("communication.shard_group_size is " + std::to_string(shards) + ", which does not divide " +
+                        std::to_string(plan_.world_size) + " ranks");
+    }
+    plan_.partition = {shards, plan_.rank % shards, config.zero_stage == 0};
     choose_timing();
   }
 

@@ -35,7 +35,8 @@ struct ChunkPlacement {
 
 struct Plan {
   Layout layout;
-  Partition partition;
+  std::uint32_t world_size = 1, rank = 0;
+  Partition partition;  // over all ranks, or over this rank's shard group
   int zero_stage = 3;
   std::vector<ChunkPlacement> placement;  // per chunk
   std::vector<bool> stored_gradients;     // per unit

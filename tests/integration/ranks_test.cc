@@ -183,6 +183,36 @@ TEST(RanksTest, ARankWhoseDriveFailsEndsTheOthersWithItsReason) {
   }
 }
 
+TEST(RanksTest, ShardGroupsHoldCopiesOfOneAnother) {
+  const Watchdog watchdog(200);
+  const TemporaryDirectory directory;
+  Case one = plain_case();
+  one.options.micro_batches = 4;
+  const Outcome expected = run_case(one, plain_config(directory.path(), Tier::device, Timing::after_backward), {});
+  for (int group : {1, 2, 4}) {
+    std::vector<Outcome> first;
+    for (int stage : {1, 2, 3}) {
+      for (Timing timing : {Timing::just_in_time, Timing::eager}) {
+        SCOPED_TRACE("groups of " + std::to_string(group) + ", stage " + std::to_string(stage));
+        Config config = plain_config(directory.path(), Tier::nvme, timing);
+        config.zero_stage = stage;
+        config.communication.shard_group_size = group;
+        const std::vector<Outcome> outcomes = run_ranks(4, plain_case(), config);
+        if (first.empty()) first = outcomes;
+        for (std::size_t rank = 0; rank < 4; ++rank) {
+          expect_same(outcomes[rank], first[0]);
+          // Sums in another order than one rank's, but for groups of one and of all.
+          for (std::size_t i = 0; i < expected.values.size(); ++i)
+            ASSERT_NEAR(outcomes[rank].values[i], expected.values[i], 1e-5);
+        }
+      }
+    }
+  }
+  Config config = plain_config(directory.path(), Tier::host, Timing::just_in_time);
+  config.communication.shard_group_size = 3;
+  EXPECT_THROW(run_ranks(4, plain_case(), config), ConfigError);
+}
+
 class RanksMatrixTest : public ::testing::TestWithParam<int> {};
 
 TEST_P(RanksMatrixTest, EveryStagePlacementAndTimingGivesTheSame) {

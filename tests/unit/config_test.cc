@@ -233,7 +233,9 @@ TEST(Config, WhatThisBuildLacksIsNamedWithWhatToUseInstead) {
   EXPECT_THAT(refusal(R"({"durability": "step"})"), AllOf(HasSubstr("durability"), HasSubstr("use \"none\"")));
   EXPECT_THAT(refusal(R"({"durability": {"every": 10}})"), HasSubstr("durability"));
   EXPECT_THAT(refusal(R"({"durability": {"every": 0}})"), HasSubstr("durability.every"));
-  EXPECT_THAT(refusal(R"({"communication": {"backend": "mpi"}})"), AllOf(HasSubstr("mpi"), HasSubstr("single")));
+  EXPECT_EQ(refusal(R"({"communication": {"backend": "mpi"}})"), "accepted");  // so is whether it is built in
+  EXPECT_THAT(refusal(R"({"communication": {"backend": "gloo"}})"), HasSubstr("communication.backend must be one of"));
+  EXPECT_THAT(refusal(R"({"communication": {"shard_group_size": -1}})"), HasSubstr("shard_group_size"));
   EXPECT_EQ(refusal(R"({"device": "cuda"})"), "accepted");  // whether there is one, the engine finds out
   EXPECT_THAT(refusal(R"({"device": "gpu"})"), HasSubstr("device must be one of"));
   EXPECT_THAT(refusal(R"({"placement": {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}})"),
