@@ -38,9 +38,16 @@ ballast_add_test(standin_device_test LABEL contract TIMEOUT 300
 ballast_add_test(standin_kernels_test LABEL unit TIMEOUT 120
   SOURCES unit/standin_kernels_test.cc LIBRARIES ballast_standin)
 
+add_executable(device_bench_standin gpu/device_bench.cc)
+target_link_libraries(device_bench_standin PRIVATE ballast_standin ballast_build)
+add_test(NAME device_bench_standin COMMAND device_bench_standin 0.1)
+set_tests_properties(device_bench_standin PROPERTIES LABELS unit TIMEOUT 60 PASS_REGULAR_EXPRESSION "adam_over_copy")
+
 # The same sources over the vendor's library: they link everywhere, and run where there is a GPU.
 if(BALLAST_HAVE_CUDA)
   ballast_add_test(cuda_device_test LABEL gpu TIMEOUT 120 SOURCES gpu/cuda_device_test.cc LIBRARIES ballast::cuda)
+  add_executable(device_bench gpu/device_bench.cc)
+  target_link_libraries(device_bench PRIVATE ballast::cuda ballast_build)
   ballast_add_test(cuda_kernels_test LABEL gpu TIMEOUT 120
     SOURCES gpu/cuda_kernels_test.cc LIBRARIES ballast::cuda ballast::kernels_cuda)
 endif()

@@ -19,6 +19,7 @@
 #include "command.h"
 #include "display.h"
 #include "gpt/model.h"
+#include "gpu.h"
 #include "interrupt.h"
 #include "output_file.h"
 #include "ranks.h"
@@ -43,7 +44,7 @@ struct Options {
 class SyntheticModel {
  public:
   SyntheticModel(Engine& engine, const gpt::GptShape& shape, std::int64_t micro_batches, std::uint64_t seed)
-      : engine_(engine), seed_(seed), stream_(engine.stream()) {
+      : engine_(engine), seed_(seed), stream_(engine.stream()), on_gpu_(stream_.native_handle() != nullptr) {
     for (gpt::GptUnit& unit : gpt::gpt_units(shape)) {
       counts_.push_back(unit.parameters.size());
       units_.push_back(engine.add_unit(std::move(unit.name), std::move(unit.parameters)));
@@ -78,6 +79,7 @@ class SyntheticModel {
       for (std::size_t u = 0; u < units_.size(); ++u) {
         ParameterLease lease = engine_.acquire(units_[u], stream_);
         for (std::uint32_t p = 0; p < counts_[u]; ++p) {
+          if (on_gpu_) break;  // its parameters are looked at by backward alone
           const Tensor tensor = lease[{units_[u].index, p}];
           stream_.enqueue([this, tensor] { look(tensor); });
         }
@@ -89,7 +91,11 @@ class SyntheticModel {
         for (std::uint32_t p = 0; p < counts_[u]; ++p) {
           const ParameterId id{units_[u].index, p};
           const Tensor in = lease[id], out = gradients[id];
-          stream_.enqueue([in, out, scale] { differentiate(in, out, scale); });
+          if (on_gpu_) {
+            differentiate_on_gpu(in, out, scale, stream_);
+          } else {
+            stream_.enqueue([in, out, scale] { differentiate(in, out, scale); });
+          }
         }
         gradients.commit(stream_);
         lease.release(stream_);
@@ -151,6 +157,7 @@ class SyntheticModel {
   Engine& engine_;
   std::uint64_t seed_;
   Stream stream_;
+  bool on_gpu_;
   StepOptions options_;
   std::vector<UnitId> units_;
   std::vector<std::size_t> counts_;

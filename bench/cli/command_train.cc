@@ -248,7 +248,13 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
 
 int run(const Options& options) {
   check(options);
-  const Config config = options.engine.load();
+  Config config = options.engine.load();
+  if (config.device == "cuda") {
+    throw ConfigError(
+        "device \"cuda\": the reference trainer computes on the CPU; set device to \"host\" (`bench step` runs on a "
+        "GPU, and so does a trainer of your own)");
+  }
+  config.device = "host";  // what "auto" means for this trainer
   const std::shared_ptr<Communicator> ranks = join_ranks(config);
   try {
     return train(options, config, ranks);

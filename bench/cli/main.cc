@@ -11,6 +11,7 @@
 #include <new>
 
 #include "command.h"
+#include "gpu.h"
 #include "interrupt.h"
 
 namespace ballast::cli {
@@ -79,6 +80,7 @@ int run_and_report(int argc, char** argv) {
 }  // namespace ballast::cli
 
 int main(int argc, char** argv) {
+  ballast::cli::register_gpus();
   // Memory that a step gives back is wanted again by the next: page faults would cost more than they save.
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TRIM_THRESHOLD, INT_MAX);

@@ -4,15 +4,20 @@
 
 #include <ballast/base/error.h>
 #include <ballast/communicators/bootstrap.h>
+#include <ballast/offload/device_registry.h>
 
 #include <array>
 #include <cstdio>
 
+#include "gpu.h"
+
 namespace ballast::cli {
 
 std::shared_ptr<Communicator> join_ranks(const Config& config) {
-  const bool cuda = config.device == "cuda";
-  std::shared_ptr<Communicator> ranks = make_communicator(config, cuda, communicator_factories());
+  const bool cuda = config.device == "cuda" || (config.device == "auto" && offload::automatic_device() == "cuda");
+  CommunicatorFactories factories = communicator_factories();
+  add_gpu_communicators(factories);
+  std::shared_ptr<Communicator> ranks = make_communicator(config, cuda, factories);
   if (ranks->rank() != 0 && std::freopen("/dev/null", "w", stdout) == nullptr)
     throw IoError("standard output of rank " + std::to_string(ranks->rank()) + " cannot be closed");
   return ranks;

@@ -1,5 +1,5 @@
-// The declarations that our NCCL communicator uses, for machines without the vendor's headers: only the stand-in is ever
-// linked against them.
+// The declarations that our NCCL communicator uses, for machines without the vendor's headers: only the stand-in is
+// ever linked against them.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

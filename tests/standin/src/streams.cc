@@ -91,14 +91,10 @@ void CUstream_st::run_item(Item& item) {
   }
   if (item.kind == Kind::wait_value) {
     auto& word = *static_cast<std::uint32_t*>(const_cast<void*>(item.source));
-    for (int round = 0; standin::sticky() == cudaSuccess; ++round) {
+    while (standin::sticky() == cudaSuccess) {
       const std::uint32_t found = std::atomic_ref(word).load(std::memory_order_acquire);
       if (static_cast<std::int32_t>(found - item.wanted) >= 0) return;
-      if (round < 100) {
-        std::this_thread::yield();
-      } else {
-        std::this_thread::sleep_for(std::chrono::microseconds(20));
-      }
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
     return;
   }
