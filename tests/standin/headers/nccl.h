@@ -25,7 +25,8 @@ enum ncclRedOp_t { ncclSum = 0 };
 struct ncclConfig_t {
   int blocking;
 };
-#define NCCL_CONFIG_INITIALIZER {1}
+#define NCCL_CONFIG_INITIALIZER \
+  { 1 }
 
 extern "C" {
 const char* ncclGetErrorString(ncclResult_t result);

@@ -1,13 +1,12 @@
-// The stand-in: the calls of the CUDA runtime and of NCCL that our back ends make, on CPU threads, linked in place of the
-// vendor's libraries in one test build, so that the very same sources run where there is no GPU.
+// The stand-in: the calls of the CUDA runtime and of NCCL that our back ends make, on CPU threads, linked in place of
+// the vendor's libraries in one test build, so that the very same sources run where there is no GPU.
 //
 // What it keeps to: device pointers are addresses that the host cannot read or write; an asynchronous copy reads its
-// source when it runs, not when it is queued; copies of memory that is not pinned block the caller; a copy may not cross
-// the end of a pinned range; waiting for an event that was never recorded holds nobody; streams run beside one another,
-// in an order that a seed varies; a full queue makes the caller wait; a collective holds its stream until every rank has
-// come; after a sticky error nothing runs any more and every call returns it. What it cannot show: launch geometry,
-// memory order within a kernel, speeds.
-// SPDX-License-Identifier: Apache-2.0
+// source when it runs, not when it is queued; copies of memory that is not pinned block the caller; a copy may not
+// cross the end of a pinned range; waiting for an event that was never recorded holds nobody; streams run beside one
+// another, in an order that a seed varies; a full queue makes the caller wait; a collective holds its stream until
+// every rank has come; after a sticky error nothing runs any more and every call returns it. What it cannot show:
+// launch geometry, memory order within a kernel, speeds. SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cuda_runtime_api.h>
