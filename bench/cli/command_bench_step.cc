@@ -306,7 +306,7 @@ Command add_bench_step(CLI::App& bench) {
       ->capture_default_str();
   parser->add_option("--micro-batches", options->micro_batches, "Passes per step")
       ->type_name("K")
-      ->check(positive)
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30))
       ->capture_default_str();
   parser->add_option("--seed", options->seed, "Of the initial parameters")
       ->type_name("S")

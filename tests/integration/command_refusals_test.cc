@@ -84,6 +84,10 @@ TEST_F(Refusals, NumbersOutsideTheirRange) {
   for (const char* value : {"-1", "18446744073709551616", "1.5", "1e3", "", "many"})
     refused(train({"--seed", value}), 2, {"--seed"});
   refused(train({"--micro-batches", "3"}), 2, {"batch"});
+  for (const char* value : {"0", "4294967296", "4294967297"})
+    refused({"bench", "step", "--model", source_path("configs/models/gpt-tiny.json"), "--engine",
+             source_path("configs/engine/host.json"), "--micro-batches", value},
+            2, {"--micro-batches"});
 }
 
 TEST_F(Refusals, ConfigurationsThatMeanNothing) {

@@ -268,12 +268,8 @@ class MemoryGroup {
 
 // Refused with the numbers instead of being killed; and within the limit the same bits.
 TEST(MemoryTest, BudgetsBeyondTheMemoryGroupAreRefusedAndThoseWithinItWork) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef BALLAST_SANITIZED
   GTEST_SKIP() << "a sanitizer's own memory would count";
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-  GTEST_SKIP() << "a sanitizer's own memory would count";
-#endif
 #endif
   const TemporaryDirectory directory;
   const MemoryGroup group(std::uint64_t{192} << 20);
