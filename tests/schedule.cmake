@@ -10,3 +10,6 @@ ballast_add_test(schedule_explorer_test LABEL simulation
 ballast_add_test(schedule_property_test LABEL simulation
   SOURCES simulation/property_test.cc simulation/simulator_test.cc
   LIBRARIES ballast_simulate)
+ballast_add_test(schedule_ranks_test LABEL simulation
+  SOURCES simulation/rank_explorer_test.cc
+  LIBRARIES ballast_simulate)

@@ -1,7 +1,6 @@
 // How the model trainer looks ahead along the trace, and its state as words and text.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/check.h>
-#include <ballast/schedule/device_map.h>
 #include <ballast/simulate/model_trainer.h>
 
 #include <algorithm>
@@ -10,46 +9,7 @@ namespace ballast::simulate {
 
 using schedule::Form;
 
-void ModelTrainer::set_trace(Trace& trace, std::vector<Access> accesses) const {
-  trace.accesses = std::move(accesses);
-  const schedule::DeviceMap map = schedule::compile_device_map(openings_of(*plan_, trace.accesses), plan_->slab_bytes);
-  trace.known = map.fits && !trace.accesses.empty();
-  trace.offsets = map.offsets;
-  const std::size_t count = trace.accesses.size();
-  trace.first_parameters.assign(count, 0);
-  trace.carries_update.assign(count, 0);
-  trace.queues_update.assign(count, 0);
-  std::vector<Index> commits(plan_->units.size(), 0);
-  std::vector<std::size_t> last_parameters(plan_->units.size(), count), gradient_of(count, count);
-  for (const Access& a : trace.accesses) commits[a.unit] += a.gradient ? 1 : 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    const Access& a = trace.accesses[i];
-    if (a.gradient) {
-      trace.queues_update[i] = !a.partial;
-      if (!a.partial && commits[a.unit] == 1 && last_parameters[a.unit] < count)
-        gradient_of[last_parameters[a.unit]] = i;
-    } else {
-      trace.first_parameters[i] = last_parameters[a.unit] == count;
-      last_parameters[a.unit] = i;
-    }
-  }
-  // A unit's update slots are held from its parameters until its gradient has come; what is held at the same time must
-  // fit.
-  std::vector<std::pair<std::uint32_t, Index>> held;  // (until, chunks)
-  for (std::size_t i = 0; i < count; ++i) {
-    if (gradient_of[i] == count) continue;
-    const Access& a = trace.accesses[i];
-    std::erase_if(held, [&](const auto& h) { return h.first <= a.open_at; });
-    Index chunks = plan_->units[a.unit].chunk_count;
-    for (const auto& h : held) chunks += h.second;
-    if (chunks > plan_->limits.update_slots) continue;
-    held.emplace_back(trace.accesses[gradient_of[i]].close_at, plan_->units[a.unit].chunk_count);
-    trace.carries_update[i] = 1;
-    trace.queues_update[gradient_of[i]] = 0;
-  }
-}
-
-Index ModelTrainer::append(const Trace& trace, Index access, Index pass, bool leased) {
+Index ModelTrainer::append(const PassTrace& trace, Index access, Index pass, bool leased) {
   const Access& a = trace.accesses[access];
   const std::uint64_t offset = trace.offsets[access];
   const bool training = !evaluating_ || pass != 0;
@@ -83,7 +43,7 @@ bool ModelTrainer::look_ahead() {
       ahead_pass_ = 1;
       ahead_access_ = 0;
     }
-    const Trace& trace = ahead_pass_ == 0 ? running_trace() : traces_[0];
+    const PassTrace& trace = ahead_pass_ == 0 ? running_trace() : traces_[0];
     if (!trace.known) return any;
     if (ahead_access_ >= trace.accesses.size()) {
       ++ahead_pass_;

@@ -13,7 +13,7 @@ using schedule::Form;
 ModelTrainer::ModelTrainer(const Plan& plan)
     : plan_(&plan), scheduler_(plan.chunks, plan.units, plan.limits), world_(plan), passes_(plan.expected_passes) {
   handles_.resize(plan.handles.size());
-  set_trace(traces_[0], plan.expected);
+  traces_[0] = compile_pass(plan, plan.expected);
   ahead_pass_ = 1;
   pump();
 }
@@ -106,6 +106,9 @@ bool ModelTrainer::host_step() {
       case Verb::release:
         scheduler_.note_release_requested(handles_[operation.handle].entry);
         break;
+      case Verb::take_back:
+        drop_expected();
+        break;
       case Verb::decide:
       case Verb::settle:
         if (device_at_ != host_at_ || !host_barrier(operation)) return any;
@@ -175,14 +178,10 @@ void ModelTrainer::begin_pass(bool evaluation) {
 void ModelTrainer::end_pass() {
   if (!expected_.empty() && expected_.front().pass == 0) note_deviation();
   std::vector<Access> accesses = record_pass(plan_->program, pass_begin_, host_at_);
-  Trace& trace = traces_[evaluating_ ? 1 : 0];
-  const auto same = [](const Access& a, const Access& b) {
-    return a.unit == b.unit && a.gradient == b.gradient && a.partial == b.partial && a.open_at == b.open_at &&
-           a.close_at == b.close_at;
-  };
-  if (!std::equal(accesses.begin(), accesses.end(), trace.accesses.begin(), trace.accesses.end(), same)) {
+  PassTrace& trace = traces_[evaluating_ ? 1 : 0];
+  if (!same_accesses(accesses, trace.accesses)) {
     drop_expected();
-    set_trace(trace, std::move(accesses));
+    trace = compile_pass(*plan_, std::move(accesses));
   }
   in_pass_ = false;
   evaluating_ = false;
@@ -195,7 +194,7 @@ void ModelTrainer::end_pass() {
 
 bool ModelTrainer::open(const Operation& operation) {
   const bool gradient = operation.verb == Verb::open_gradients;
-  const Trace& trace = running_trace();
+  const PassTrace& trace = running_trace();
   if (gradient && !scheduler_.unit_updates_coming(operation.unit)) {
     // Pending updates run before the unit's next gradient; no parameter opening of this pass has asked for this one.
     drop_expected();
@@ -248,7 +247,7 @@ Index ModelTrainer::append_on_demand(const Operation& operation) {
 }
 
 bool ModelTrainer::find_place(Index unit, bool gradient, std::uint64_t bytes, std::uint64_t& offset) const {
-  for (const Trace& trace : traces_) {
+  for (const PassTrace& trace : traces_) {
     for (std::size_t i = 0; trace.known && i < trace.accesses.size(); ++i) {
       if (trace.accesses[i].unit != unit || trace.accesses[i].gradient != gradient) continue;
       offset = trace.offsets[i];

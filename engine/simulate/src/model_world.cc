@@ -28,13 +28,13 @@ Content gradient_of(Index chunk, std::uint32_t step, std::uint32_t mask) {
 }
 
 std::string to_text(const Content& c) {
-  static const char* const kNames[] = {"nothing", "parameters", "states", "gradient"};
+  static const char* const kNames[] = {"nothing", "parameters", "states", "gradient", "gradient of this rank alone"};
   std::string text = kNames[static_cast<int>(c.what)];
   if (c.what != What::nothing) {
-    text += " of chunk " + std::to_string(c.chunk) + (c.what == What::gradient ? ", step " : ", version ") +
+    text += " of chunk " + std::to_string(c.chunk) + (c.what >= What::gradient ? ", step " : ", version ") +
             std::to_string(c.number);
   }
-  if (c.what == What::gradient) text += ", contributions " + std::to_string(c.mask);
+  if (c.what >= What::gradient) text += ", contributions " + std::to_string(c.mask);
   return text + (c.torn ? ", half written" : "");
 }
 
@@ -45,7 +45,8 @@ ModelWorld::ModelWorld(const Plan& plan) : plan_(&plan), chunk_count_(static_cas
   slots_at_[2] = slots_at_[1] + 2 * plan.limits.fetch_slots;
   slots_at_[3] = slots_at_[2] + 2 * plan.limits.update_slots;
   cells_at_ = slots_at_[3] + 2 * plan.limits.gradient_slots;
-  places_.resize(cells_at_ + plan.slab_bytes);
+  peers_at_ = cells_at_ + static_cast<std::uint32_t>(plan.slab_bytes);
+  places_.resize(peers_at_ + (plan.ranks - 1) * chunk_count_);
   writers_.resize(places_.size());
   readers_.resize(places_.size());
   truth_.resize(chunk_count_);
@@ -60,6 +61,7 @@ std::uint32_t ModelWorld::slot_place(SlotKind kind, Index slot, bool states) con
 }
 
 std::string ModelWorld::place_name(std::uint32_t place) const {
+  if (place >= peers_at_) return "another rank's parameters " + std::to_string((place - peers_at_) % chunk_count_);
   if (place >= cells_at_) return "device byte " + std::to_string(place - cells_at_);
   static const char* const kHomes[] = {"home of parameters ", "home of states ", "home of gradient "};
   if (place < 3 * chunk_count_) return kHomes[place / chunk_count_] + std::to_string(place % chunk_count_);
@@ -76,7 +78,7 @@ void ModelWorld::expect(const Content& found, const Content& wanted, const char*
 
 Content ModelWorld::read(std::uint32_t place, const char* by, Index chunk) {
   const Content content = places_[place];
-  if (content.torn || content.what == What::nothing || content.chunk != chunk) {
+  if (content.torn || content.what == What::nothing || content.what == What::local || content.chunk != chunk) {
     fail(std::string(by) + " of chunk " + std::to_string(chunk) + ": " + place_name(place) + " holds " +
          to_text(content));
   }
@@ -101,7 +103,7 @@ void ModelWorld::check_gradient(const Content& gradient, Index chunk) {
 
 void ModelWorld::start(const Action& action) {
   const Index c = action.chunk;
-  if (c == kNone) return fail("a task without a chunk in a world of one rank");
+  if (c == kNone) return fail("a collective in a world of one rank");
   const schedule::Chunk& chunk = plan_->chunks[c];
   const schedule::Unit& unit = plan_->units[chunk.unit];
   const Index in_unit = c - unit.first_chunk;
@@ -173,7 +175,7 @@ void ModelWorld::start(const Action& action) {
     }
     case Task::gather:
     case Task::reduce:
-      fail("a collective in a world of one rank");
+      BALLAST_CHECK(false);
   }
   in_flight_.push_back(flight);
 }
@@ -245,16 +247,86 @@ void ModelWorld::finish(std::size_t index) {
   }
 }
 
+std::vector<Content> ModelWorld::start_collective(const Action& action) {
+  const schedule::Unit& u = plan_->units[action.unit];
+  std::vector<Content> brought;
+  const bool gather = action.task == Task::gather;
+  const Index shards = shards_of(*plan_, u);
+  for (Index i = 0; i < u.chunk_count; ++i) {
+    const Index c = u.first_chunk + i;
+    if (gather) {
+      const std::uint32_t own = parameters_place(u, action.device_offset, i, 0);
+      brought.push_back(places_[own]);
+      const Content& content = places_[own];
+      if (content.torn || content.what != What::parameters || content.chunk != c) {
+        fail("gather of unit " + std::to_string(action.unit) + ": " + place_name(own) + " holds " + to_text(content));
+      }
+      hold(own);
+      for (Index s = 1; s < shards; ++s) tear(parameters_place(u, action.device_offset, i, s), "gather");
+      continue;
+    }
+    for (Index s = 0; s < shards; ++s) {
+      const std::uint32_t place = cell(action.device_offset + s * u.chunk_count + i);
+      const Content& content = places_[place];
+      if (content.torn || content.what != What::local || content.chunk != c + s * chunk_count_ ||
+          content.number != step_ || content.mask != places_[cell(action.device_offset + i)].mask) {
+        fail("reduction of unit " + std::to_string(action.unit) + ": " + place_name(place) + " holds " +
+             to_text(content));
+      }
+      if (s == 0) brought.push_back(content);
+      tear(place, "reduction");
+    }
+  }
+  Flight flight;
+  flight.action = action;
+  flight.input_count = 0;
+  in_flight_.push_back(flight);
+  return brought;
+}
+
+void ModelWorld::finish_collective(std::size_t index, std::span<const std::vector<Content>* const> brought) {
+  const Action action = in_flight_[index].action;
+  in_flight_.erase(in_flight_.begin() + static_cast<std::ptrdiff_t>(index));
+  const schedule::Unit& u = plan_->units[action.unit];
+  const Index shards = shards_of(*plan_, u);
+  const auto write = [&](std::uint32_t place, const Content& content) {
+    --writers_[place];
+    places_[place] = content;
+  };
+  for (Index i = 0; i < u.chunk_count; ++i) {
+    const Index c = u.first_chunk + i;
+    if (action.task == Task::gather) {
+      const std::uint32_t own = parameters_place(u, action.device_offset, i, 0);
+      --readers_[own];
+      expect(places_[own], (*brought[0])[i], "bytes changed under a gather");
+      for (Index s = 1; s < shards; ++s) {
+        Content content = (*brought[s])[i];
+        content.chunk = static_cast<std::uint16_t>(content.chunk + s * chunk_count_);
+        write(parameters_place(u, action.device_offset, i, s), content);
+      }
+      continue;
+    }
+    const Content& mine = (*brought[0])[i];
+    for (const std::vector<Content>* other : brought) expect((*other)[i], mine, "reduction with what another brought");
+    for (Index s = 0; s < shards; ++s) {
+      write(cell(action.device_offset + s * u.chunk_count + i),
+            s == 0 ? gradient_of(c, mine.number, mine.mask) : Content{});
+    }
+  }
+}
+
 void ModelWorld::start_compute(Index unit, std::uint64_t parameters, std::uint64_t gradients, bool reads, bool writes) {
   const schedule::Unit& u = plan_->units[unit];
   for (Index i = 0; i < u.chunk_count; ++i) {
     const Index c = u.first_chunk + i;
-    if (reads) {
-      const std::uint32_t place = u.parameter_bytes == 0 ? parameters_home(c) : cell(parameters + i);
-      expect(places_[place], parameters_of(c, truth_[c].version), "compute");
-      hold(place);
+    for (Index s = 0; s < shards_of(*plan_, u); ++s) {
+      if (reads) {
+        const std::uint32_t place = parameters_place(u, parameters, i, s);
+        expect(places_[place], parameters_of(c + s * chunk_count_, truth_[c].version), "compute");
+        hold(place);
+      }
+      if (writes) tear(cell(gradients + s * u.chunk_count + i), "compute");
     }
-    if (writes) tear(cell(gradients + i), "compute");
   }
 }
 
@@ -263,16 +335,26 @@ void ModelWorld::finish_compute(Index unit, std::uint64_t parameters, std::uint6
   const schedule::Unit& u = plan_->units[unit];
   for (Index i = 0; i < u.chunk_count; ++i) {
     const Index c = u.first_chunk + i;
-    if (reads) {
-      const std::uint32_t place = u.parameter_bytes == 0 ? parameters_home(c) : cell(parameters + i);
-      expect(places_[place], parameters_of(c, truth_[c].version), "end of compute");
-      --readers_[place];
-    }
-    if (writes) {
-      --writers_[cell(gradients + i)];
-      places_[cell(gradients + i)] = gradient_of(c, step_, 1);
+    for (Index s = 0; s < shards_of(*plan_, u); ++s) {
+      if (reads) {
+        const std::uint32_t place = parameters_place(u, parameters, i, s);
+        expect(places_[place], parameters_of(c + s * chunk_count_, truth_[c].version), "end of compute");
+        --readers_[place];
+      }
+      if (writes) {
+        const std::uint32_t place = cell(gradients + s * u.chunk_count + i);
+        --writers_[place];
+        places_[place] = scratch_of(u, c + s * chunk_count_, 1);
+      }
     }
   }
+}
+
+// What a rank's own gradient scratch holds.
+Content ModelWorld::scratch_of(const schedule::Unit& unit, Index chunk, std::uint32_t mask) const {
+  Content content = gradient_of(chunk, step_, mask);
+  if (unit.reduced) content.what = What::local;
+  return content;
 }
 
 void ModelWorld::commit(Index unit, std::uint64_t gradients, std::span<const bool> contributes, bool last, bool eager) {
@@ -283,9 +365,11 @@ void ModelWorld::commit(Index unit, std::uint64_t gradients, std::span<const boo
     if (!plan_->chunks[c].trainable) continue;
     // What the scratch holds is this contribution: the next bit. An absent one is zeros.
     const std::uint32_t bit = contributes[i] ? static_cast<std::uint32_t>(std::popcount(truth.mask)) : 32;
-    Content& scratch = places_[cell(gradients + i)];
-    if (contributes[i]) expect(scratch, gradient_of(c, step_, 1), "commit");
-    scratch = gradient_of(c, step_, contributes[i] ? 1u << bit : 0);
+    for (Index s = 0; s < shards_of(*plan_, u); ++s) {
+      Content& scratch = places_[cell(gradients + s * u.chunk_count + i)];
+      if (contributes[i]) expect(scratch, scratch_of(u, c + s * chunk_count_, 1), "commit");
+      scratch = scratch_of(u, c + s * chunk_count_, contributes[i] ? 1u << bit : 0);
+    }
     if (contributes[i]) {
       truth.mask |= 1u << bit;
       truth.contributed = true;
@@ -334,9 +418,9 @@ void ModelWorld::serialize(std::vector<std::uint32_t>& out, const std::vector<st
       out.push_back(c.torn ? 1 : 0);
       return;
     }
-    out.push_back(static_cast<std::uint32_t>(c.what) | static_cast<std::uint32_t>(c.torn) << 2 |
-                  static_cast<std::uint32_t>(c.chunk) << 3 | static_cast<std::uint32_t>(c.number) << 16);
-    if (c.what == What::gradient) out.push_back(c.mask);
+    out.push_back(static_cast<std::uint32_t>(c.what) | static_cast<std::uint32_t>(c.torn) << 3 |
+                  static_cast<std::uint32_t>(c.chunk) << 4 | static_cast<std::uint32_t>(c.number) << 16);
+    if (c.what >= What::gradient) out.push_back(c.mask);
   };
   for (std::uint32_t place = 0; place < 3 * chunk_count_; ++place) put(place);
   for (const auto& [kind, slot] : slots) {

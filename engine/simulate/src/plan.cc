@@ -21,7 +21,7 @@ std::vector<Access> record_pass(const std::vector<Operation>& program, std::size
       case Verb::open_parameters:
       case Verb::open_gradients:
         open.emplace_back(operation.handle, accesses.size());
-        accesses.push_back({operation.unit, operation.verb == Verb::open_gradients, false, now, 0xFFFFFFFFu});
+        accesses.push_back({operation.unit, operation.verb == Verb::open_gradients, false, false, now, 0xFFFFFFFFu});
         break;
       case Verb::commit:
       case Verb::give_up:
@@ -30,6 +30,7 @@ std::vector<Access> record_pass(const std::vector<Operation>& program, std::size
             std::find_if(open.begin(), open.end(), [&](const auto& o) { return o.first == operation.handle; });
         BALLAST_CHECK(at != open.end());
         accesses[at->second].close_at = now;
+        accesses[at->second].given_up = operation.verb == Verb::give_up;
         open.erase(at);
         break;
       }
@@ -55,6 +56,58 @@ std::vector<schedule::Opening> openings_of(const Plan& plan, const std::vector<A
     openings.push_back({a.unit, a.gradient, a.gradient ? u.gradient_bytes : u.parameter_bytes, a.open_at, a.close_at});
   }
   return openings;
+}
+
+bool same_accesses(const std::vector<Access>& a, const std::vector<Access>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Access& x, const Access& y) {
+    return x.unit == y.unit && x.gradient == y.gradient && x.partial == y.partial && x.given_up == y.given_up &&
+           x.open_at == y.open_at && x.close_at == y.close_at;
+  });
+}
+
+PassTrace compile_pass(const Plan& plan, std::vector<Access> accesses) {
+  PassTrace trace;
+  trace.accesses = std::move(accesses);
+  const schedule::DeviceMap map = schedule::compile_device_map(openings_of(plan, trace.accesses), plan.slab_bytes);
+  trace.known = map.fits && !trace.accesses.empty();
+  trace.offsets = map.offsets;
+  const std::size_t count = trace.accesses.size();
+  trace.first_parameters.assign(count, 0);
+  trace.carries_update.assign(count, 0);
+  trace.queues_update.assign(count, 0);
+  trace.forward_end = count;
+  std::vector<Index> commits(plan.units.size(), 0);
+  std::vector<std::size_t> last_parameters(plan.units.size(), count), gradient_of(count, count);
+  for (const Access& a : trace.accesses) commits[a.unit] += a.gradient ? 1 : 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const Access& a = trace.accesses[i];
+    if (a.gradient) {
+      const bool last = !a.partial && !(plan.ranks > 1 && a.given_up);
+      trace.forward_end = std::min(trace.forward_end, i);
+      trace.queues_update[i] = last;
+      if (last && commits[a.unit] == 1 && last_parameters[a.unit] < count) gradient_of[last_parameters[a.unit]] = i;
+    } else {
+      trace.first_parameters[i] = last_parameters[a.unit] == count;
+      last_parameters[a.unit] = i;
+    }
+  }
+  if (plan.timing != Timing::eager) return trace;
+  // A unit's update slots are held from its parameters until its gradient has come; what is held at the same time must
+  // fit.
+  std::vector<std::pair<std::uint32_t, Index>> held;  // (until, chunks)
+  for (std::size_t i = 0; i < count; ++i) {
+    if (gradient_of[i] == count) continue;
+    const Access& a = trace.accesses[i];
+    std::erase_if(held, [&](const auto& h) { return h.first <= a.open_at; });
+    Index chunks = plan.units[a.unit].chunk_count;
+    for (const auto& h : held) chunks += h.second;
+    if (chunks > plan.limits.update_slots) continue;
+    held.emplace_back(trace.accesses[gradient_of[i]].close_at, plan.units[a.unit].chunk_count);
+    trace.carries_update[i] = 1;
+    trace.queues_update[gradient_of[i]] = 0;
+    trace.forward_end = std::min(trace.forward_end, i);
+  }
+  return trace;
 }
 
 std::uint64_t smallest_slab(const Plan& plan, const std::vector<Access>& pass) {
@@ -120,12 +173,17 @@ void ProgramWriter::step(Index passes, bool update, std::uint32_t mask) {
 Plan make_plan(const Shape& shape, Timing timing) {
   Plan plan;
   plan.timing = timing;
+  plan.ranks = shape.ranks;
+  const bool several = shape.ranks > 1;
+  const Index cells = shape.chunks_per_unit * (several && !shape.whole ? shape.ranks : 1);
   for (Index u = 0; u < shape.units; ++u) {
     Unit unit;
     unit.first_chunk = static_cast<Index>(plan.chunks.size());
     unit.chunk_count = shape.chunks_per_unit;
-    unit.parameter_bytes = shape.parameters == schedule::Tier::device ? 0 : shape.chunks_per_unit;
-    unit.gradient_bytes = shape.chunks_per_unit;
+    unit.parameter_bytes = shape.parameters == schedule::Tier::device ? 0 : cells;
+    unit.gradient_bytes = cells;
+    unit.gathered = several && !shape.whole;
+    unit.reduced = several;
     unit.stored_gradients = shape.stored_gradients;
     for (Index c = 0; c < shape.chunks_per_unit; ++c) {
       Chunk chunk;

@@ -48,14 +48,6 @@ class ModelTrainer {
   std::string describe() const;
 
  private:
-  struct Trace {
-    std::vector<Access> accesses;
-    std::vector<std::uint64_t> offsets;
-    // Per access: the unit's first parameters of the pass; eager: states are read with these parameters; eager: this
-    // gradient queues the update itself.
-    std::vector<std::uint8_t> first_parameters, carries_update, queues_update;
-    bool known = false;
-  };
   struct Handle {
     Index entry = kNone;
     Index unit = kNone;
@@ -72,26 +64,25 @@ class ModelTrainer {
   bool device_step();
   bool look_ahead();
   bool open(const Operation& operation);
-  Index append(const Trace& trace, Index access, Index pass, bool leased);
+  Index append(const PassTrace& trace, Index access, Index pass, bool leased);
   Index append_on_demand(const Operation& operation);
   bool find_place(Index unit, bool gradient, std::uint64_t bytes, std::uint64_t& offset) const;
   bool host_barrier(const Operation& operation);
   void begin_pass(bool evaluation);
   void end_pass();
-  void set_trace(Trace& trace, std::vector<Access> accesses) const;
   void drop_expected();
   void note_cancellations();
   void note_deviation();
   bool queue_updates();
   bool ready_to_compute(Index unit, Index& parameters, Index& gradients) const;
-  const Trace& running_trace() const { return traces_[evaluating_ ? 1 : 0]; }
+  const PassTrace& running_trace() const { return traces_[evaluating_ ? 1 : 0]; }
 
   const Plan* plan_;
   schedule::Scheduler scheduler_;
   ModelWorld world_;
-  std::array<Trace, 2> traces_;     // training, evaluation
-  std::vector<Handle> handles_;     // by the program's numbers
-  std::vector<Index> device_open_;  // handles
+  std::array<PassTrace, 2> traces_;  // training, evaluation
+  std::vector<Handle> handles_;      // by the program's numbers
+  std::vector<Index> device_open_;   // handles
   std::vector<Expected> expected_;
 
   std::size_t host_at_ = 0, device_at_ = 0;  // next operations

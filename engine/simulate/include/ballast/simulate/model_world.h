@@ -16,10 +16,10 @@ namespace ballast::simulate {
 
 // What a place holds. Compared as a whole; `torn` while it is being written.
 struct Content {
-  enum class What : std::uint8_t { nothing, parameters, states, gradient };
+  enum class What : std::uint8_t { nothing, parameters, states, gradient, local };  // local: not yet reduced
   What what = What::nothing;
   bool torn = false;
-  std::uint16_t chunk = 0;
+  std::uint16_t chunk = 0;   // several ranks: + chunks * (the shard's rank - this rank, modulo ranks)
   std::uint16_t number = 0;  // parameters, states: version; gradient: step
   std::uint32_t mask = 0;    // gradient: contributions in it
   friend bool operator==(const Content&, const Content&) = default;
@@ -40,6 +40,11 @@ class ModelWorld {
     std::uint8_t input_count = 0;
   };
   const std::vector<Flight>& in_flight() const { return in_flight_; }
+
+  // Several ranks. A collective begins: returns what this rank brings to it, by chunk of the unit. It ends: what every
+  // rank brought, from this rank on upward (modulo ranks).
+  std::vector<Content> start_collective(const schedule::Action& action);
+  void finish_collective(std::size_t in_flight, std::span<const std::vector<Content>* const> brought);
 
   // The trainer computes on a unit. offset of its parameters (kNone: none open), of its gradient scratch, likewise.
   void start_compute(Index unit, std::uint64_t parameters, std::uint64_t gradients, bool reads, bool writes);
@@ -72,6 +77,13 @@ class ModelWorld {
   std::uint32_t parameters_home(Index c) const { return c; }
   std::uint32_t states_home(Index c) const { return chunk_count_ + c; }
   std::uint32_t gradient_home(Index c) const { return 2 * chunk_count_ + c; }
+  // Of the shard of the rank that is `shard` after this one: a chunk of parameters that live on the device.
+  std::uint32_t whole_home(Index c, Index shard) const {
+    return shard == 0 ? parameters_home(c) : peers_at_ + (shard - 1) * chunk_count_ + c;
+  }
+  std::uint32_t parameters_place(const schedule::Unit& u, std::uint64_t offset, Index i, Index shard) const {
+    return u.parameter_bytes == 0 ? whole_home(u.first_chunk + i, shard) : cell(offset + shard * u.chunk_count + i);
+  }
   std::uint32_t slot_place(schedule::SlotKind kind, Index slot, bool states) const;
   std::uint32_t cell(std::uint64_t offset) const { return cells_at_ + static_cast<std::uint32_t>(offset); }
   Content read(std::uint32_t place, const char* by, Index chunk);
@@ -80,12 +92,13 @@ class ModelWorld {
   void tear(std::uint32_t place, const char* by);
   void hold(std::uint32_t place) { ++readers_[place]; }
   void check_gradient(const Content& gradient, Index chunk);
+  Content scratch_of(const schedule::Unit& unit, Index chunk, std::uint32_t mask) const;
   std::string place_name(std::uint32_t place) const;
 
   const Plan* plan_ = nullptr;
   Index chunk_count_ = 0;
   std::uint32_t slots_at_[4] = {};
-  std::uint32_t cells_at_ = 0;
+  std::uint32_t cells_at_ = 0, peers_at_ = 0;
   std::vector<Content> places_;
   std::vector<std::uint8_t> writers_;  // of each place: at most one, and then no readers
   std::vector<std::uint8_t> readers_;

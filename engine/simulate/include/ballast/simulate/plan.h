@@ -29,6 +29,7 @@ enum class Verb : std::uint8_t {
   release,          // handle of parameters
   decide,           // flag: update (otherwise discard)
   settle,           // runs all pending updates
+  take_back,        // several ranks: what is expected is taken back, as when values are read
 };
 
 // One call of the trainer. Handles name openings, each its own.
@@ -39,17 +40,20 @@ struct Operation {
   Index count = 0;
   std::uint32_t mask = 0xFFFFFFFFu;
   bool flag = false;
+  bool agrees = false;  // decide, several ranks: also where it discards, the ranks agree first
 };
 
 // One use of device memory in a pass, as the trace records it. Times are indices of the pass's operations.
 struct Access {
   Index unit = 0;
   bool gradient = false;
-  bool partial = false;  // gradient: more of the unit's contributions follow in the pass
+  bool partial = false;   // gradient: more of the unit's contributions follow in the pass
+  bool given_up = false;  // gradient: not committed
   std::uint32_t open_at = 0, close_at = 0;
 };
 
 struct Plan {
+  Index ranks = 1;  // each stores its own chunks; all ranks have the same plan, tiers included
   std::vector<schedule::Chunk> chunks;
   std::vector<schedule::Unit> units;
   schedule::Limits limits;
@@ -64,6 +68,9 @@ struct Plan {
   std::string text;            // what it is, for messages
 };
 
+// Shards of a unit's parameters and gradients on the device: one for each rank, where they are partitioned.
+inline Index shards_of(const Plan& plan, const schedule::Unit& unit) { return unit.gathered ? plan.ranks : 1; }
+
 // The trace of a pass: program[begin, end) from after begin_pass to before end_pass.
 std::vector<Access> record_pass(const std::vector<Operation>& program, std::size_t begin, std::size_t end);
 
@@ -71,6 +78,19 @@ std::vector<schedule::Opening> openings_of(const Plan& plan, const std::vector<A
 
 // The smallest slab in which a pass's openings fit.
 std::uint64_t smallest_slab(const Plan& plan, const std::vector<Access>& pass);
+
+// A recorded pass, compiled: places, and how each opening treats updates.
+struct PassTrace {
+  std::vector<Access> accesses;
+  std::vector<std::uint64_t> offsets;
+  // Per access: the unit's first parameters of the pass; eager: states are read with these parameters; eager: this
+  // gradient queues the update itself.
+  std::vector<std::uint8_t> first_parameters, carries_update, queues_update;
+  std::size_t forward_end = 0;  // the first access that may not be appended before the step is decided
+  bool known = false;           // recorded, and fits
+};
+PassTrace compile_pass(const Plan& plan, std::vector<Access> accesses);
+bool same_accesses(const std::vector<Access>& a, const std::vector<Access>& b);
 
 // Writes programs: the usual loops, from which plans are put together.
 class ProgramWriter {
@@ -86,8 +106,13 @@ class ProgramWriter {
   void begin_step(Index passes) { add({Verb::begin_step, kNone, kNone, passes}); }
   void begin_pass(bool evaluation) { add({Verb::begin_pass, kNone, kNone, 0, 0, evaluation}); }
   void end_pass() { add({Verb::end_pass}); }
-  void decide(bool update) { add({Verb::decide, kNone, kNone, 0, 0, update}); }
+  void decide(bool update, bool agrees = false) {
+    Operation operation{Verb::decide, kNone, kNone, 0, 0, update};
+    operation.agrees = agrees;
+    add(operation);
+  }
   void settle() { add({Verb::settle}); }
+  void take_back() { add({Verb::take_back}); }
 
   void forward(Index unit);
   // Parameters, gradients, maths, commit, release. mask: chunks that contribute.
@@ -110,6 +135,8 @@ struct Shape {
   schedule::Tier optimizer = schedule::Tier::nvme;
   schedule::Tier gradients = schedule::Tier::host;
   bool stored_gradients = true;
+  Index ranks = 1;
+  bool whole = false;  // several ranks: stage 0, every rank has all chunks and gradients are reduced to all
 };
 Plan make_plan(const Shape& shape, Timing timing);
 // Sets plan.expected and plan.slab_bytes from the default pass (forward, then backward in reverse).
