@@ -215,7 +215,7 @@ class EngineImplementation {
   bool following_ = false;               // the running pass keeps to trace_
   std::size_t position_ = 0;             // next opening of trace_
   ExpectedQueue expected_;
-  std::uint64_t ahead_pass_ = 0;  // where to append next: pass serial and opening
+  std::uint64_t ahead_pass_ = 1;  // where to append next: pass serial (the first is 1) and opening
   std::size_t ahead_index_ = 0;
   std::uint64_t cancellations_seen_ = 0;
   std::pair<Pass, std::uint64_t> last_train_{Pass::train, 0};

@@ -12,6 +12,7 @@ namespace ballast::schedule {
 Scheduler::Scheduler(std::vector<Chunk> chunks, std::vector<Unit> units, const Limits& limits)
     : chunks_(std::move(chunks)), units_(std::move(units)), limits_(limits), chunk_states_(chunks_.size()) {
   BALLAST_CHECK(chunks_.size() < (std::size_t{1} << kChunkBits));
+  for (const Unit& unit : units_) BALLAST_CHECK(unit.stored_gradients || !unit.reduced);
   entries_.resize(limits.entries);
   entries_to_check_.reserve(limits.entries);
   jobs_.resize(limits.jobs);

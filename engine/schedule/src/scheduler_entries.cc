@@ -70,8 +70,9 @@ bool Scheduler::may_be_gathering(Index id) const {
   }
   const Unit& u = units_[entry.unit];
   for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    // Held up everywhere until the decision. (One that waits for a gradient brings its chunk before that.)
     const Index j = chunk_states_[c].waiting_job;
-    if (j != kNone && jobs_[j].entry == id) return false;
+    if (j != kNone && jobs_[j].entry == id && !jobs_[j].gate_on_gradient) return false;
   }
   return true;
 }

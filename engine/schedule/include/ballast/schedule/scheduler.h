@@ -62,7 +62,7 @@ struct Unit {
   std::uint64_t gradient_bytes = 0;   // of scratch on the device
   bool stored_gradients = true;       // a place of their own in host or device memory; false: slots, consumed at once
   bool gathered = false;              // parameters come from all ranks
-  bool reduced = false;               // gradients go to all ranks
+  bool reduced = false;               // gradients go to all ranks; then they are stored
 };
 
 struct Limits {
