@@ -94,6 +94,7 @@ class EngineImplementation {
     bool partial_open = false;               // partial commits wait for their last
     bool updated_eagerly = false;            // in the running step
     bool opened = false;                     // its parameters, since the last decision
+    bool update_queued = false;              // eager: an open lease has queued its update, which holds or wants slots
     std::vector<std::uint64_t> step_counts;  // per parameter
     std::vector<std::uint8_t> present;       // per parameter, in the running step, as its stream has got there
     std::vector<std::uint8_t> requested;     // ... as the trainer has asked for it
@@ -156,6 +157,8 @@ class EngineImplementation {
   std::uint64_t place_on_demand(std::uint32_t unit, bool gradient);
   void drop_expected();
   void sync_expected();
+  void note_update_queued(std::uint32_t unit, bool gradient, const engine::Trace* trace, std::size_t index);
+  void forget_update_queued(std::uint32_t unit);
   int next_micro_batches() const { return pass_.options.micro_batches; }  // of the pass after this: as this one
   void top_up(Lock& lock);
   bool several_ranks() const { return plan_.world_size > 1; }
@@ -218,6 +221,7 @@ class EngineImplementation {
   std::uint64_t ahead_pass_ = 1;  // where to append next: pass serial (the first is 1) and opening
   std::size_t ahead_index_ = 0;
   std::uint64_t cancellations_seen_ = 0;
+  std::uint64_t queued_chunks_ = 0;  // of units with update_queued
   std::pair<Pass, std::uint64_t> last_train_{Pass::train, 0};
   int expected_step_micro_batches_ = 1;
   std::size_t most_expected_ = SIZE_MAX;  // several ranks: the same on all of them

@@ -134,6 +134,12 @@ schedule::Index EngineImplementation::open(Lock& lock, std::uint32_t unit, bool 
   if (following_) {
     ++position_;
     offset = trace_->offsets[index];
+    // A caller that opens this before it has committed what the trace closes first: more updates would wait for
+    // gradients than there are slots, and its stream for these parameters before it comes to those gradients.
+    if (!gradient && plan_.timing == Timing::eager && last_pass_of_step() && trace_->carries_update[index] &&
+        queued_chunks_ + plan_.layout.units[unit].chunk_count > plan_.update_slots) {
+      drop_expected();
+    }
     const bool expected =
         !expected_.empty() && expected_.front().pass == pass_.serial && expected_.front().index == index;
     const schedule::Index entry = expected ? expected_.front().entry : kNone;
@@ -151,6 +157,7 @@ schedule::Index EngineImplementation::open(Lock& lock, std::uint32_t unit, bool 
     } else if (expected) {
       expected_.pop_front();
       scheduler.lease(entry);
+      note_update_queued(unit, gradient, trace, index);
       ++prefetched_;
       top_up(lock);
       return entry;
@@ -169,6 +176,7 @@ schedule::Index EngineImplementation::open(Lock& lock, std::uint32_t unit, bool 
     if (!several_ranks()) drop_expected();
     executor_->wait(lock, try_append);
   }
+  note_update_queued(unit, gradient, trace, index);
   sync_expected();
   top_up(lock);
   return entry;
@@ -180,11 +188,11 @@ ParameterLease EngineImplementation::acquire(UnitId unit, Stream stream) {
   offload::Stream& on = stream_of(stream);
   if (!pass_.active) throw UsageError("Engine::acquire outside a pass; Step::begin_pass or Engine::begin_pass first");
   Lock lock(executor_->mutex());
-  if (units_[unit.index].updated_eagerly && pass_.options.kind == Pass::train) {
+  if (units_[unit.index].updated_eagerly && (pass_.options.kind == Pass::train || (several_ranks() && step_.active))) {
     throw UsageError(
         "unit " + plan_.layout.units[unit.index].name +
         " has been updated in this step already (optimizer.timing eager); acquire it before its last gradient is "
-        "committed");
+        "committed, or evaluate after Step::update");
   }
   ++acquires_;
   const schedule::Index entry = open(lock, unit.index, false);
@@ -303,6 +311,7 @@ void EngineImplementation::release_parameters(std::uint64_t id, Stream* stream) 
     Lease& lease = lease_of(id);
     on = stream != nullptr ? &stream_of(*stream) : lease.stream;
     executor_->scheduler().note_release_requested(lease.entry);
+    if (lease.gradient) forget_update_queued(lease.unit);
     if (lease.pass == pass_.serial) recorder_.close(lease.opening);
   }
   on->notify({&EngineImplementation::on_release, this, id});
@@ -381,6 +390,7 @@ void EngineImplementation::commit_gradients(std::uint64_t id, Stream stream, boo
     state.partial_open = partial;
     if (lease.last && plan_.timing == Timing::eager) state.updated_eagerly = true;
     executor_->scheduler().note_commit_requested(lease.entry);
+    if (lease.last) forget_update_queued(lease.unit);
     if (lease.pass == pass_.serial) recorder_.close(lease.opening, !partial);
     ++commits_pending_;
   }

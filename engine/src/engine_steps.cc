@@ -334,6 +334,7 @@ void EngineImplementation::end_pass(std::uint64_t serial) {
     drop_expected();
   }
   following_ = false;
+  for (std::uint32_t u = 0; u < units_.size() && queued_chunks_ != 0; ++u) forget_update_queued(u);
   const auto next = traces_.find(last_train_);
   next_trace_ = next == traces_.end() || next->second.offsets.empty() ? nullptr : &next->second;
   if (expected_.empty()) {
@@ -354,6 +355,22 @@ bool EngineImplementation::last_pass_of_step() const {
 void EngineImplementation::drop_expected() {
   executor_->scheduler().cancel_expected();
   sync_expected();
+  for (std::uint32_t u = 0; u < units_.size() && queued_chunks_ != 0; ++u) forget_update_queued(u);
+}
+
+// Eager: an opening whose update waits for its gradient holds slots until the trainer commits that.
+void EngineImplementation::note_update_queued(std::uint32_t unit, bool gradient, const Trace* trace,
+                                              std::size_t index) {
+  if (plan_.timing != Timing::eager || trace == nullptr || !last_pass_of_step()) return;
+  if ((gradient ? trace->queues_update : trace->carries_update)[index] == 0 || units_[unit].update_queued) return;
+  units_[unit].update_queued = true;
+  queued_chunks_ += plan_.layout.units[unit].chunk_count;
+}
+
+void EngineImplementation::forget_update_queued(std::uint32_t unit) {
+  if (!units_[unit].update_queued) return;
+  units_[unit].update_queued = false;
+  queued_chunks_ -= plan_.layout.units[unit].chunk_count;
 }
 
 // The scheduler ends expected entries by itself where they would bring stale parameters.

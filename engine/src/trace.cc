@@ -36,8 +36,9 @@ bool compile_trace(const Plan& plan, std::uint64_t gradient_element_bytes, Trace
   }
   if (plan.timing != Timing::eager) return true;
 
-  // A unit's update slots are held from its acquire until its gradient has come. Together, units whose gradients are
-  // outstanding at the same time must leave none of them without slots.
+  // A unit's update slots are held from its acquire (or, where the update is queued with it, from its gradient's
+  // opening) until its gradient has come. Parameters that bring their update must find slots beside what is held: a
+  // stream may wait for them before it comes to those gradients.
   struct Held {
     std::uint32_t until;
     std::uint64_t chunks;
@@ -48,27 +49,28 @@ bool compile_trace(const Plan& plan, std::uint64_t gradient_element_bytes, Trace
     const TraceOpening& opening = trace.openings[i];
     if (!opening.gradient) {
       last_parameters[opening.unit] = i;
-    } else if (opening.last && commits[opening.unit] == 1 && last_parameters[opening.unit] < count) {
+      continue;
+    }
+    if (opening.last) trace.queues_update[i] = 1;
+    if (opening.last && commits[opening.unit] == 1 && last_parameters[opening.unit] < count) {
       gradient_of[last_parameters[opening.unit]] = i;
     }
   }
   for (std::size_t i = 0; i < count; ++i) {
     const TraceOpening& opening = trace.openings[i];
+    std::erase_if(held, [&](const Held& h) { return h.until <= opening.open_at; });
     if (opening.gradient) {
-      if (opening.last) trace.queues_update[i] = 1;
+      if (trace.queues_update[i]) held.push_back({opening.close_at, plan.layout.units[opening.unit].chunk_count});
       continue;
     }
     if (gradient_of[i] == count) continue;
-    std::erase_if(held, [&](const Held& h) { return h.until <= opening.open_at; });
     std::uint64_t chunks = plan.layout.units[opening.unit].chunk_count;
     for (const Held& h : held) chunks += h.chunks;
     if (chunks > plan.update_slots) continue;
     held.push_back({trace.openings[gradient_of[i]].close_at, plan.layout.units[opening.unit].chunk_count});
     trace.carries_update[i] = 1;
+    trace.queues_update[gradient_of[i]] = 0;
     trace.forward_end = std::min(trace.forward_end, i);
-  }
-  for (std::size_t i = 0; i < count; ++i) {
-    if (trace.carries_update[i]) trace.queues_update[gradient_of[i]] = 0;
   }
   return true;
 }

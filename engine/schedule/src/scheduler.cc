@@ -51,9 +51,12 @@ void Scheduler::reserve_jobs(Entry& entry, Index count) {
 Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form form, bool leased) {
   if (!room_for(unit)) return kNone;
   const Unit& u = units_[unit];
+  // Several ranks: whether a gradient has been committed is not the same on all of them before the step is decided, so
+  // updates after it that nobody has claimed are left to append_updates() then.
+  const auto updates = [&](Index c) { return unclaimed(c) && !(u.reduced && chunk_states_[c].owed); };
   bool any_update = false, waits = false;
   for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    any_update |= unclaimed(c) || (form == Form::update_expected && chunks_[c].trainable);
+    any_update |= updates(c) || (form == Form::update_expected && chunks_[c].trainable);
     waits |= chunk_states_[c].waiting_job != kNone;
   }
   if (waits && !leased && form != Form::fetch) return kNone;
@@ -81,9 +84,9 @@ Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form
     const bool can_wait = chunks_[c].trainable && state.waiting_job == kNone;
     const std::uint64_t key = entry.key << kChunkBits;
     if (!reuse) {
-      if (unclaimed(c) || (form == Form::update_expected && can_wait)) {
+      if (updates(c) || (form == Form::update_expected && can_wait)) {
         ++entry.missing;
-        append_update(c, id, false, unclaimed(c) && state.owed, key);
+        append_update(c, id, false, updates(c) && state.owed, key);
       } else if (form == Form::update_after && can_wait && !on_device) {
         ++entry.missing;
         append_update(c, id, true, true, key);
@@ -106,6 +109,7 @@ Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form
   if (gather_needed(unit, form == Form::update_expected, reuse)) {
     entry.collective = Phase::waiting;
     entry.expects_update = form == Form::update_expected && !leased;
+    entry.gathers_change = unit_changed_[unit] != 0;
     gathers_.push(id);
     unit_changed_[unit] = 0;
   }
@@ -310,8 +314,11 @@ void Scheduler::decide(bool update) {
   BALLAST_CHECK(!gradients_outstanding());
   bool stale = false;
   for (Index i = entry_head_; i != kNone; i = entries_[i].next) {
-    if (entries_[i].expects_update) unit_committed_[entries_[i].unit] = 0;  // what changes now is gathered with it
-    entries_[i].expects_update = false;
+    Entry& entry = entries_[i];
+    if (!entry.expects_update) continue;
+    entry.expects_update = false;
+    if (unit_committed_[entry.unit] != 0 && update) entry.gathers_change = true;  // what changes now, with the rest
+    unit_committed_[entry.unit] = 0;
   }
   for (Index u = 0; u < units_.size(); ++u) {
     if (unit_committed_[u] != 0 && update) unit_changed_[u] = 1;
@@ -320,7 +327,8 @@ void Scheduler::decide(bool update) {
   for (Index c = 0; c < chunks_.size(); ++c) {
     ChunkState& state = chunk_states_[c];
     if (state.eager) {
-      BALLAST_CHECK(update);  // the update is done or under way
+      BALLAST_CHECK(update);                                              // the update is done or under way
+      if (units_[chunks_[c].unit].reduced) forget_copy(chunks_[c].unit);  // of before or after it, as ranks differ
     } else {
       const bool becomes_due = state.contributed && update;
       if (becomes_due) state.due = true;

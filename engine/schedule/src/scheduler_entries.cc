@@ -46,7 +46,7 @@ void Scheduler::cancel_entry(Index id) {
     BALLAST_CHECK(!entry.gradient);
     gathers_.remove(id);
     entry.collective = Phase::unneeded;
-    unit_changed_[entry.unit] = 1;
+    if (entry.gathers_change) unit_changed_[entry.unit] = 1;
   }
   for (Copy& copy : copies_) {
     if (copy.entry == id) {

@@ -278,7 +278,8 @@ void Scheduler::serialize(std::vector<std::uint32_t>& out) const {
     const Entry& e = entries_[i];
     out.push_back(e.unit | flag(e.gradient, 16) | flag(e.leased, 17) | flag(e.release_requested, 18) |
                   flag(e.released, 19) | flag(e.cancelled, 20) | flag(e.committed, 21) | flag(e.range_free, 22) |
-                  static_cast<std::uint32_t>(e.collective) << 23 | flag(e.carried, 26) | flag(e.expects_update, 27));
+                  static_cast<std::uint32_t>(e.collective) << 23 | flag(e.carried, 26) | flag(e.expects_update, 27) |
+                  flag(e.gathers_change, 28));
     out.push_back(rank_of(e.source) | e.missing << 8 | e.in_flight << 16 | e.reserved_jobs << 24);
     out.push_back(static_cast<std::uint32_t>(e.offset));
   }

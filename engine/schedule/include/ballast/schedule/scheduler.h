@@ -23,6 +23,8 @@
 // what the trainer did and from the order of appending alone, never from when something ended; so ranks whose trainers
 // do the same, and whose callers append the same entries at the same points, issue the same collectives in the same
 // order. cancel_expected() keeps that: an expected entry that some rank may have begun to gather is carried through.
+// With eager updates a unit must not be read again between its last commit and decide(); what of them nobody has
+// claimed is asked for with append_updates() after decide().
 //
 // An update is *claimed* by the job that will do it, and by one only. A job queued ahead of its decision or gradient
 // *waits for the trainer*; a chunk has at most one of those, and no request of the trainer is ever queued behind
@@ -239,6 +241,7 @@ class Scheduler {
     bool committed = false;
     bool carried = false;         // cancelled, but for its gather
     bool expects_update = false;  // gathers what the next decision updates
+    bool gathers_change = false;  // and without that the unit's parameters have changed since their last gather
     bool range_free = false;      // nothing earlier overlaps
     Phase collective = Phase::unneeded;
     Index unit = kNone;
