@@ -14,9 +14,10 @@ using schedule::Unit;
 std::vector<Access> record_pass(const std::vector<Operation>& program, std::size_t begin, std::size_t end) {
   std::vector<Access> accesses;
   std::vector<std::pair<Index, std::size_t>> open;  // (handle, access)
+  std::uint32_t now = 0;
   for (std::size_t i = begin; i < end; ++i) {
     const Operation& operation = program[i];
-    const auto now = static_cast<std::uint32_t>(i - begin);
+    if (operation.verb == Verb::take_back) continue;  // is no part of the pass
     switch (operation.verb) {
       case Verb::open_parameters:
       case Verb::open_gradients:
@@ -37,8 +38,9 @@ std::vector<Access> record_pass(const std::vector<Operation>& program, std::size
       default:
         break;
     }
+    ++now;
   }
-  for (const auto& [handle, access] : open) accesses[access].close_at = static_cast<std::uint32_t>(end - begin);
+  for (const auto& [handle, access] : open) accesses[access].close_at = now;
   for (std::size_t i = 0; i < accesses.size(); ++i) {
     for (std::size_t k = 0; k < accesses.size() && accesses[i].gradient; ++k) {
       if (accesses[k].gradient && accesses[k].unit == accesses[i].unit && accesses[k].close_at > accesses[i].close_at) {
@@ -92,13 +94,14 @@ PassTrace compile_pass(const Plan& plan, std::vector<Access> accesses) {
     }
   }
   if (plan.timing != Timing::eager) return trace;
-  // A unit's update slots are held from its parameters until its gradient has come; what is held at the same time must
-  // fit.
+  // A unit's update slots are held from its parameters (or, queued with it, from its gradient's opening) until its
+  // gradient has come; parameters that bring their update with them must find slots beside what is held.
   std::vector<std::pair<std::uint32_t, Index>> held;  // (until, chunks)
   for (std::size_t i = 0; i < count; ++i) {
-    if (gradient_of[i] == count) continue;
     const Access& a = trace.accesses[i];
     std::erase_if(held, [&](const auto& h) { return h.first <= a.open_at; });
+    if (a.gradient && trace.queues_update[i] != 0) held.emplace_back(a.close_at, plan.units[a.unit].chunk_count);
+    if (gradient_of[i] == count) continue;
     Index chunks = plan.units[a.unit].chunk_count;
     for (const auto& h : held) chunks += h.second;
     if (chunks > plan.limits.update_slots) continue;

@@ -35,6 +35,7 @@ class Draw {
     for (Index s = 0; s < steps; ++s) draw_step(writer);
     if (one_in(3)) evaluation(writer);
     writer.settle();
+    if (plan_.ranks > 1 && one_in(3)) evaluation(writer);
     draw_slab();
     return std::move(plan_);
   }
@@ -56,24 +57,30 @@ class Draw {
     plan_.expected_passes = plan_.timing == Timing::eager && one_in(2) ? 1 : 1 + below(3);
     const Index units = 1 + below(8);
     const Index kind = below(5);  // device, host, nvme for all; mixed by unit; mixed by chunk
-    const Index chunks_max = 1 + below(4);
+    const Index chunks_max = 1 + below(options_.ranks > 1 ? 3 : 4);
+    const bool several = options_.ranks > 1;
+    const bool whole = several && one_in(6);  // stage 0
+    plan_.ranks = options_.ranks;
     static constexpr Tier kTiers[] = {Tier::device, Tier::host, Tier::nvme};
     for (Index u = 0; u < units; ++u) {
       schedule::Unit unit;
       unit.first_chunk = static_cast<Index>(plan_.chunks.size());
       unit.chunk_count = 1 + below(chunks_max);
       const Tier of_unit = kTiers[kind < 3 ? kind : below(3)];
-      unit.parameter_bytes = of_unit == Tier::device ? 0 : unit.chunk_count;
-      unit.gradient_bytes = unit.chunk_count;
-      unit.stored_gradients =
-          !(plan_.timing == Timing::eager && plan_.expected_passes == 1 && of_unit != Tier::device && one_in(2));
+      const bool frozen = several && one_in(12);
+      unit.gathered = several && !whole;
+      unit.reduced = several && !frozen;
+      unit.parameter_bytes = of_unit == Tier::device ? 0 : unit.chunk_count * shards_of(plan_, unit);
+      unit.gradient_bytes = frozen ? 0 : unit.chunk_count * shards_of(plan_, unit);
+      unit.stored_gradients = several || !(plan_.timing == Timing::eager && plan_.expected_passes == 1 &&
+                                           of_unit != Tier::device && one_in(2));
       for (Index i = 0; i < unit.chunk_count; ++i) {
         schedule::Chunk chunk;
         chunk.unit = u;
         chunk.parameters = of_unit == Tier::device || kind != 4 ? of_unit : one_in(2) ? Tier::host : Tier::nvme;
         chunk.optimizer = kTiers[kind < 2 && one_in(2) ? kind : below(3)];
         chunk.gradients = one_in(4) ? Tier::device : Tier::host;
-        chunk.trainable = !one_in(12);
+        chunk.trainable = several ? !frozen : !one_in(12);
         chunk.parameter_bytes = 2 * (1 + below(4));
         chunk.optimizer_bytes = 5 * chunk.parameter_bytes;
         chunk.gradient_bytes = 2 * chunk.parameter_bytes;
@@ -98,6 +105,12 @@ class Draw {
     l.cpu_tasks = 1 + below(2);
     l.entries = 8 + below(24);
     l.jobs = 16 * chunks_max + below(64);
+    if (options_.ranks > 1) {
+      // Room for what is expected beside what is held: the engine's formula, with less for good measure.
+      const auto openings = static_cast<Index>(4 * plan_.units.size() + 2);
+      l.entries = 2 * openings + 8 + below(32);
+      l.jobs = 6 * chunks_max * openings + 6 * chunks_max + below(64);
+    }
     static constexpr Index kRunAhead[] = {0, 0, 1, 3, 1000};
     plan_.run_ahead = kRunAhead[below(5)];
     plan_.look_ahead = !one_in(16);
@@ -147,6 +160,17 @@ class Draw {
     Index next = kNone;  // handle of the next unit's parameters
     for (std::size_t i = 0; i < backward.size(); ++i) {
       const Index u = backward[i];
+      if (plan_.ranks > 1 && one_in(20) && deviates) writer.take_back();
+      if (plan_.units[u].gradient_bytes == 0) {
+        if (next != kNone) {
+          writer.compute(u);
+          writer.release(next);
+          next = kNone;
+        } else {
+          writer.forward(u);
+        }
+        continue;
+      }
       const bool again = std::count(backward.begin() + static_cast<std::ptrdiff_t>(i) + 1, backward.end(), u) != 0;
       Index parameters = next, gradients = kNone;
       next = kNone;
@@ -157,10 +181,12 @@ class Draw {
       if (style.opens_next && more && backward[i + 1] != u) next = writer.open_parameters(backward[i + 1]);
       writer.compute(u);
       if (style.release_first) writer.release(parameters);
-      if (deviates && one_in(12)) {
+      const bool once = std::count(backward.begin(), backward.end(), u) == 1;
+      if (deviates && one_in(12) && (once || plan_.ranks == 1)) {
         writer.give_up(gradients);
       } else {
         writer.commit(gradients, last_pass && !again, one_in(5) ? static_cast<std::uint32_t>(random_.next()) : ~0u);
+        if (plan_.ranks > 1 && one_in(40)) writer.take_back();
       }
       if (!style.release_first) writer.release(parameters);
     }
@@ -198,7 +224,8 @@ class Draw {
       writer.end_pass();
       if (may && plan_.timing != Timing::eager && one_in(12)) evaluation(writer);
     }
-    writer.decide(plan_.timing == Timing::eager || !one_in(4));
+    if (may && plan_.ranks > 1 && one_in(6)) writer.take_back();
+    writer.decide(plan_.timing == Timing::eager || !one_in(4), plan_.ranks > 1 && one_in(2));
   }
 
   // The least that every pass can do with, and more; ample where units are placed on demand beside others.
@@ -240,12 +267,14 @@ class Draw {
 Plan random_plan(std::uint64_t seed, const RandomPlanOptions& options) {
   Plan plan = Draw(seed, options).plan();
   static const char* const kTimings[] = {"just in time", "eager", "after backward"};
-  plan.text = "random plan of seed " + std::to_string(seed) + ": " + std::to_string(plan.units.size()) + " units, " +
-              std::to_string(plan.chunks.size()) + " chunks, " + kTimings[static_cast<int>(plan.timing)] + ", " +
-              std::to_string(plan.expected_passes) + " passes, slots " + std::to_string(plan.limits.fetch_slots) + "/" +
-              std::to_string(plan.limits.update_slots) + "/" + std::to_string(plan.limits.gradient_slots) +
-              ", entries " + std::to_string(plan.limits.entries) + ", jobs " + std::to_string(plan.limits.jobs) +
-              ", slab " + std::to_string(plan.slab_bytes) + ", run ahead " + std::to_string(plan.run_ahead);
+  plan.text = "random plan of seed " + std::to_string(seed) + ": " +
+              (plan.ranks > 1 ? std::to_string(plan.ranks) + " ranks, " : "") + std::to_string(plan.units.size()) +
+              " units, " + std::to_string(plan.chunks.size()) + " chunks, " + kTimings[static_cast<int>(plan.timing)] +
+              ", " + std::to_string(plan.expected_passes) + " passes, slots " +
+              std::to_string(plan.limits.fetch_slots) + "/" + std::to_string(plan.limits.update_slots) + "/" +
+              std::to_string(plan.limits.gradient_slots) + ", entries " + std::to_string(plan.limits.entries) +
+              ", jobs " + std::to_string(plan.limits.jobs) + ", slab " + std::to_string(plan.slab_bytes) +
+              ", run ahead " + std::to_string(plan.run_ahead);
   return plan;
 }
 

@@ -211,6 +211,10 @@ void RankTrainer::serialize(std::vector<std::uint32_t>& out) const {
   std::uint32_t opened = 0;
   for (std::size_t u = 0; u < opened_.size(); ++u) opened |= static_cast<std::uint32_t>(opened_[u] != 0) << (u % 32);
   out.push_back(opened);
+  std::uint32_t queued = 0;
+  for (std::size_t u = 0; u < opened_.size(); ++u)
+    queued |= static_cast<std::uint32_t>(update_queued_[u] != 0) << (u % 32);
+  out.push_back(queued);
 }
 
 std::string RankTrainer::name(const Event& event) const {

@@ -31,17 +31,18 @@ class RankExplorer {
 
   RankExploration run() {
     visit(std::make_unique<RankGroup>(plan_, options_.ranks));
-    while (!stack_.empty() && result_.failure.empty() && result_.states < options_.states_max) {
-      Level& level = stack_.back();
+    while (depth_ != 0 && result_.failure.empty() && result_.states < options_.states_max) {
+      Level& level = stack_[depth_ - 1];
       if (level.next == level.steps.size()) {
-        stack_.pop_back();
+        spare_.push_back(std::move(level.group));
+        --depth_;
         continue;
       }
       const std::size_t at = level.next++;
       ++result_.transitions;
       visit(std::move(level.children[at]));
     }
-    result_.complete = stack_.empty() && result_.failure.empty();
+    result_.complete = depth_ == 0 && result_.failure.empty();
     result_.rank_states.assign(rank_states_.begin(), rank_states_.end());
     std::sort(result_.rank_states.begin(), result_.rank_states.end());
     return std::move(result_);
@@ -57,33 +58,46 @@ class RankExplorer {
 
   void fail(const std::string& what, const RankGroup& group) {
     result_.failure = plan_.text + "\n" + what + "\n" + group.describe() + "order of events:";
-    for (const Level& level : stack_) {
+    for (std::size_t i = 0; i < depth_; ++i) {
+      const Level& level = stack_[i];
       const Step& step = level.steps[level.next - 1];
       result_.failure += "\n  rank " + std::to_string(step.rank) + ": " + level.group->rank(step.rank).name(step.event);
     }
   }
 
   bool seen(const RankGroup& group) {
-    std::vector<std::vector<std::uint32_t>> words(group.ranks());
+    words_.resize(group.ranks());
     for (Index r = 0; r < group.ranks(); ++r) {
-      group.rank(r).serialize(words[r]);
-      if (options_.keep_rank_states) rank_states_.insert(hash(words[r]));
-      group.exchange().serialize(r, words[r]);
+      words_[r].clear();
+      group.rank(r).serialize(words_[r]);
+      if (options_.keep_rank_states) rank_states_.insert(hash(words_[r]));
+      group.exchange().serialize(r, words_[r]);
     }
     // Of two ranks each sees the other alike.
-    if (options_.reduced && group.ranks() == 2 && words[1] < words[0]) std::swap(words[0], words[1]);
-    for (std::size_t r = 1; r < words.size(); ++r) words[0].insert(words[0].end(), words[r].begin(), words[r].end());
-    return !states_.insert(hash(words[0])).second;
+    if (options_.reduced && group.ranks() == 2 && words_[1] < words_[0]) std::swap(words_[0], words_[1]);
+    std::uint64_t value = 0;
+    for (const auto& words : words_) value = base::mix(value) + hash(words);
+    return !states_.insert(value).second;
   }
 
   // The steps of one rank and where they lead.
   void expand(const RankGroup& group, Index rank, Level& level) {
     group.rank(rank).events(group.exchange(), events_);
     for (const Event& event : events_) {
-      auto child = std::make_unique<RankGroup>(group);
-      if (!child->rank(rank).happen(event, child->exchange())) continue;
-      level.steps.push_back({rank, event});
-      level.children.push_back(std::move(child));
+      std::unique_ptr<RankGroup> child;
+      if (spare_.empty()) {
+        child = std::make_unique<RankGroup>(group);
+      } else {
+        child = std::move(spare_.back());
+        spare_.pop_back();
+        *child = group;
+      }
+      if (child->rank(rank).happen(event, child->exchange())) {
+        level.steps.push_back({rank, event});
+        level.children.push_back(std::move(child));
+      } else {
+        spare_.push_back(std::move(child));
+      }
     }
   }
 
@@ -96,9 +110,13 @@ class RankExplorer {
       error = group->finish();
     }
     if (!error.empty()) return fail(error, *group);
-    if (seen(*group)) return;
+    if (seen(*group)) return spare_.push_back(std::move(group));
     ++result_.states;
-    Level level;
+    if (depth_ == stack_.size()) stack_.emplace_back();
+    Level& level = stack_[depth_];
+    level.steps.clear();
+    level.children.clear();
+    level.next = 0;
     for (Index r = 0; r < group->ranks() && options_.reduced && level.steps.empty(); ++r) {
       if (!group->rank(r).waits_for_others(group->exchange())) expand(*group, r, level);
     }
@@ -110,14 +128,17 @@ class RankExplorer {
       return;
     }
     level.group = std::move(group);
-    stack_.push_back(std::move(level));
+    ++depth_;
   }
 
   const Plan& plan_;
   const RankExplorerOptions& options_;
   RankExploration result_;
   std::unordered_set<std::uint64_t> states_, rank_states_;
-  std::vector<Level> stack_;
+  std::vector<Level> stack_;  // of which depth_ are in use
+  std::size_t depth_ = 0;
+  std::vector<std::unique_ptr<RankGroup>> spare_;
+  std::vector<std::vector<std::uint32_t>> words_;
   std::vector<Event> events_;
 };
 

@@ -19,9 +19,11 @@ RankTrainer::RankTrainer(const Plan& plan, Index rank, const RankOptions& option
       passes_(plan.expected_passes) {
   handles_.resize(plan.handles.size());
   opened_.resize(plan.units.size());
+  update_queued_.resize(plan.units.size());
   entry_turns_.resize(plan.limits.entries);
-  traces_[0] = compile_pass(plan, plan.expected);
-  if (!traces_[0].known) next_trace_ = kNone;
+  traces_[0] = std::make_shared<PassTrace>(compile_pass(plan, plan.expected));
+  traces_[1] = std::make_shared<PassTrace>();
+  if (!traces_[0]->known) next_trace_ = kNone;
 }
 
 // One call, or as much of it as can be done without waiting; then what is expected is appended, likewise.
@@ -75,8 +77,11 @@ bool RankTrainer::call(const Operation& operation, Exchange& exchange) {
       return true;
     case Verb::commit:
       scheduler_.note_commit_requested(handles_[operation.handle].entry);
+      if (operation.flag) forget_update_queued(operation.unit);
       return true;
     case Verb::give_up:
+      forget_update_queued(operation.unit);
+      [[fallthrough]];
     case Verb::release:
       scheduler_.note_release_requested(handles_[operation.handle].entry);
       return true;
@@ -176,7 +181,7 @@ bool RankTrainer::force_updates(Index unit) {
 
 void RankTrainer::begin_pass(bool evaluation) {
   const Index kind = evaluation ? 1 : 0;
-  const Index trace = traces_[kind].known ? kind : kNone;
+  const Index trace = traces_[kind]->known ? kind : kNone;
   if (trace != next_trace_) drop_expected();
   trace_ = trace;
   following_ = trace != kNone;
@@ -189,7 +194,7 @@ void RankTrainer::begin_pass(bool evaluation) {
     ahead_pass_ = serial_;
     ahead_access_ = 0;
   }
-  next_trace_ = !evaluation ? trace : traces_[0].known ? 0 : kNone;
+  next_trace_ = !evaluation ? trace : traces_[0]->known ? 0 : kNone;
   topping_up_ = true;
 }
 
@@ -197,17 +202,18 @@ void RankTrainer::end_pass() {
   std::vector<Access> accesses = record_pass(plan_->program, pass_begin_, host_at_);
   in_pass_ = false;
   if (!evaluating_) ++covered_;
-  PassTrace& trace = traces_[evaluating_ ? 1 : 0];
-  const bool kept = trace_ != kNone && following_ && position_ == traces_[trace_].accesses.size();
-  if (!same_accesses(accesses, trace.accesses)) {
+  std::shared_ptr<const PassTrace>& trace = traces_[evaluating_ ? 1 : 0];
+  const bool kept = trace_ != kNone && following_ && position_ == traces_[trace_]->accesses.size();
+  if (!same_accesses(accesses, trace->accesses)) {
     drop_expected();
-    trace = compile_pass(*plan_, std::move(accesses));
+    trace = std::make_shared<PassTrace>(compile_pass(*plan_, std::move(accesses)));
   } else if (!kept) {
     drop_expected();
   }
   following_ = false;
+  for (Index u = 0; u < plan_->units.size() && queued_chunks_ != 0; ++u) forget_update_queued(u);
   evaluating_ = false;
-  next_trace_ = traces_[0].known ? 0 : kNone;
+  next_trace_ = traces_[0]->known ? 0 : kNone;
   if (expected_.empty()) {
     ahead_pass_ = serial_ + 1;
     ahead_access_ = 0;
@@ -220,6 +226,23 @@ void RankTrainer::end_pass() {
 void RankTrainer::drop_expected() {
   scheduler_.cancel_expected();
   sync_expected();
+  for (Index u = 0; u < plan_->units.size() && queued_chunks_ != 0; ++u) forget_update_queued(u);
+}
+
+void RankTrainer::note_update_queued(const Operation& operation) {
+  if (plan_->timing != Timing::eager || opening_.trace == kNone || !last_pass_of_step()) return;
+  const PassTrace& trace = *traces_[opening_.trace];
+  const bool gradient = operation.verb == Verb::open_gradients;
+  if ((gradient ? trace.queues_update : trace.carries_update)[opening_.access] == 0) return;
+  if (update_queued_[operation.unit] != 0) return;
+  update_queued_[operation.unit] = 1;
+  queued_chunks_ += plan_->units[operation.unit].chunk_count;
+}
+
+void RankTrainer::forget_update_queued(Index unit) {
+  if (update_queued_[unit] == 0) return;
+  update_queued_[unit] = 0;
+  queued_chunks_ -= plan_->units[unit].chunk_count;
 }
 
 void RankTrainer::sync_expected() {
@@ -235,12 +258,12 @@ Index RankTrainer::append(const Operation& what, std::uint64_t offset, Index tra
   const bool eager = plan_->timing == Timing::eager && trace != kNone && last_pass;
   Index entry = kNone;
   if (what.verb == Verb::open_gradients) {
-    entry = scheduler_.append_gradients(what.unit, offset, eager && traces_[trace].queues_update[access] != 0, leased);
+    entry = scheduler_.append_gradients(what.unit, offset, eager && traces_[trace]->queues_update[access] != 0, leased);
   } else {
     Form form = Form::fetch;
-    if (eager && traces_[trace].carries_update[access] != 0) form = Form::update_after;
+    if (eager && traces_[trace]->carries_update[access] != 0) form = Form::update_after;
     if (plan_->timing == Timing::just_in_time && trace != kNone && next_step && in_step_ &&
-        traces_[trace].first_parameters[access] != 0) {
+        traces_[trace]->first_parameters[access] != 0) {
       form = Form::update_expected;
     }
     entry = scheduler_.append_parameters(what.unit, offset, form, leased);
@@ -259,14 +282,14 @@ bool RankTrainer::top_up() {
       if (!following_) return true;
       trace = trace_;
       last_pass = last_pass_of_step();
-      if (ahead_access_ == traces_[trace].accesses.size()) {
+      if (ahead_access_ == traces_[trace]->accesses.size()) {
         ahead_pass_ = serial_ + 1;
         ahead_access_ = 0;
         continue;
       }
     } else {
       trace = next_trace_;
-      if (trace == kNone || ahead_access_ >= traces_[trace].accesses.size()) return true;
+      if (trace == kNone || ahead_access_ >= traces_[trace]->accesses.size()) return true;
       const bool training = in_pass_ && !evaluating_;
       if (in_step_) {
         if (in_pass_ && !training) return true;
@@ -274,16 +297,16 @@ bool RankTrainer::top_up() {
         next_step = covered >= passes_;
         last_pass = !next_step && covered + 1 >= passes_;
         if (next_step && plan_->timing != Timing::just_in_time) return true;
-        if (next_step && ahead_access_ >= traces_[trace].forward_end) return true;
+        if (next_step && ahead_access_ >= traces_[trace]->forward_end) return true;
       } else {
         next_step = true;
       }
       if (next_step) last_pass = passes_ <= 1;
     }
-    const Access& access = traces_[trace].accesses[ahead_access_];
+    const Access& access = traces_[trace]->accesses[ahead_access_];
     const Operation what{access.gradient ? Verb::open_gradients : Verb::open_parameters, access.unit};
     const Index entry =
-        append(what, traces_[trace].offsets[ahead_access_], trace, ahead_access_, next_step, last_pass, false);
+        append(what, traces_[trace]->offsets[ahead_access_], trace, ahead_access_, next_step, last_pass, false);
     if (entry == kNone) return scheduler_.room_for(access.unit);
     expected_.push_back({entry, ahead_pass_, ahead_access_});
     ++ahead_access_;
@@ -311,6 +334,7 @@ bool RankTrainer::open(const Operation& operation) {
     sync_expected();
   }
   handles_[operation.handle] = {entry, operation.unit, gradient, entry_turns_[entry]};
+  note_update_queued(operation);
   open_handles_.push_back(operation.handle);
   if (!gradient) opened_[operation.unit] = 1;
   topping_up_ = true;
@@ -323,7 +347,7 @@ bool RankTrainer::choose_opening(const Operation& operation, Index& entry) {
   const Index unit = operation.unit;
   sync_expected();
   if (following_) {
-    const auto& accesses = traces_[trace_].accesses;
+    const auto& accesses = traces_[trace_]->accesses;
     std::size_t at = position_;
     while (at < accesses.size() && (accesses[at].unit != unit || accesses[at].gradient != gradient)) ++at;
     if (at == accesses.size()) {
@@ -340,7 +364,12 @@ bool RankTrainer::choose_opening(const Operation& operation, Index& entry) {
   opening_ = {0, following_ ? trace_ : kNone, position_};
   if (following_) {
     ++position_;
-    opening_.offset = traces_[trace_].offsets[opening_.access];
+    opening_.offset = traces_[trace_]->offsets[opening_.access];
+    if (!gradient && plan_->timing == Timing::eager && last_pass_of_step() &&
+        traces_[trace_]->carries_update[opening_.access] != 0 &&
+        queued_chunks_ + plan_->units[unit].chunk_count > plan_->limits.update_slots) {
+      drop_expected();
+    }
     const bool expected =
         !expected_.empty() && expected_.front().pass == serial_ && expected_.front().access == opening_.access;
     const Index front = expected ? expected_.front().entry : kNone;

@@ -10,6 +10,7 @@ namespace ballast::simulate {
 
 struct RandomPlanOptions {
   bool deviations = true;  // skipped units, other orders, given-up gradients, evaluation passes, leases held longer
+  Index ranks = 1;         // several: what is expected is taken back at random points, too
 };
 
 Plan random_plan(std::uint64_t seed, const RandomPlanOptions& options = {});

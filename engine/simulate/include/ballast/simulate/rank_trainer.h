@@ -10,6 +10,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -91,6 +92,8 @@ class RankTrainer {
                bool last_pass, bool leased);
   bool find_place(const Operation& operation, std::uint64_t& offset);
   void drop_expected();
+  void note_update_queued(const Operation& operation);
+  void forget_update_queued(Index unit);
   void sync_expected();
   bool last_pass_of_step() const { return in_step_ && in_pass_ && !evaluating_ && covered_ + 1 == passes_; }
   bool commits_pending() const;
@@ -104,12 +107,13 @@ class RankTrainer {
   RankOptions options_;
   schedule::Scheduler scheduler_;
   ModelWorld world_;
-  std::array<PassTrace, 2> traces_;  // training, evaluation
+  std::array<std::shared_ptr<const PassTrace>, 2> traces_;  // training, evaluation; never changed, so copies share them
   std::vector<Handle> handles_;
-  std::vector<Index> open_handles_;         // opened on the host, not yet ended on the device
-  std::vector<Index> device_open_;          // ... that the device has come to
-  std::vector<std::uint8_t> opened_;        // per unit: its parameters, since the last decision
-  std::vector<std::uint64_t> entry_turns_;  // per entry of the scheduler
+  std::vector<Index> open_handles_;          // opened on the host, not yet ended on the device
+  std::vector<Index> device_open_;           // ... that the device has come to
+  std::vector<std::uint8_t> opened_;         // per unit: its parameters, since the last decision
+  std::vector<std::uint8_t> update_queued_;  // per unit: eager, an open lease has queued its update
+  std::vector<std::uint64_t> entry_turns_;   // per entry of the scheduler
   std::vector<Expected> expected_;
 
   std::size_t host_at_ = 0, device_at_ = 0;  // next operations
@@ -120,6 +124,7 @@ class RankTrainer {
   Index serial_ = 0, ahead_pass_ = 1;
   std::size_t position_ = 0, ahead_access_ = 0;
   Index passes_ = 1, covered_ = 0;
+  Index queued_chunks_ = 0;  // of units with update_queued_
   bool in_step_ = false, in_pass_ = false, evaluating_ = false, following_ = false;
   bool topping_up_ = false, closed_ = false, agreeing_ = false, agreed_ = false;
   bool computing_ = false, compute_reads_ = false, compute_writes_ = false;
