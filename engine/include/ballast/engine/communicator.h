@@ -46,8 +46,8 @@ class Communicator {
 
   // In place: rank r's part lies at data + r * part_bytes, and is sent to all others.
   virtual void all_gather(std::byte* data, std::size_t part_bytes, offload::Stream& stream) = 0;
-  // part[i] = sum over ranks of their data[rank * part_elements + i]; fp32, bf16 or fp16 (then summed in fp32 and rounded
-  // once). CPU ranks add in rank order. `part` may lie within `data`, at this rank's place.
+  // part[i] = sum over ranks of their data[rank * part_elements + i]; fp32, bf16 or fp16 (then summed in fp32 and
+  // rounded once). CPU ranks add in rank order. `part` may lie within `data`, at this rank's place.
   virtual void reduce_scatter_sum(const std::byte* data, std::byte* part, std::size_t part_elements, DataType type,
                                   offload::Stream& stream) = 0;
   // In place, the same order of adding.
