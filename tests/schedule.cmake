@@ -11,5 +11,5 @@ ballast_add_test(schedule_property_test LABEL simulation
   SOURCES simulation/property_test.cc simulation/simulator_test.cc
   LIBRARIES ballast_simulate)
 ballast_add_test(schedule_ranks_test LABEL simulation
-  SOURCES simulation/rank_explorer_test.cc simulation/rank_property_test.cc
+  SOURCES simulation/rank_explorer_test.cc simulation/rank_property_test.cc simulation/scaling_test.cc
   LIBRARIES ballast_simulate)
