@@ -81,3 +81,5 @@ endif()
 ballast_add_test(standin_engine_test LABEL integration TIMEOUT 600
   SOURCES integration/standin_engine_test.cc LIBRARIES ballast_standin ballast_engine ballast_gpt)
 target_include_directories(standin_engine_test PRIVATE ${PROJECT_SOURCE_DIR}/bench)
+ballast_add_test(standin_ranks_test LABEL integration TIMEOUT 600
+  SOURCES integration/standin_ranks_test.cc LIBRARIES ballast_standin_nccl)

@@ -210,6 +210,13 @@ class Executor {
   std::uint64_t waited_ns_ = 0;
 
   std::unique_ptr<offload::HostSlab> slab_;
+  // What the device knows of this executor, and forgets before the memory goes; also where construction fails.
+  struct DeviceBinding {
+    offload::Device& device;
+    std::span<std::byte> pinned;
+    ~DeviceBinding();
+  };
+  std::unique_ptr<DeviceBinding> device_binding_;
   std::unique_ptr<offload::CpuPool> pool_;         // the CPU worker's
   std::unique_ptr<offload::CpuPool> pool_serial_;  // for callers on other threads
   std::unique_ptr<io::ChunkStore> store_;

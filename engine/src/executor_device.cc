@@ -15,7 +15,11 @@ void Executor::open_device() {
   if (device_.host_addressable()) return;
   kernel_stream_ = device_.make_stream("kernels");
   whole_stream_ = device_.make_stream("chunks");
-  if (slab_) device_.register_host_memory(slab_->memory());
+  device_binding_ = std::unique_ptr<DeviceBinding>(new DeviceBinding{device_, {}});
+  if (slab_) {
+    device_.register_host_memory(slab_->memory());
+    device_binding_->pinned = slab_->memory();
+  }
   // May come on a thread that holds the mutex: left for the engine thread, which finds it before any completion that
   // comes after it.
   device_.set_failure_handler([this](std::exception_ptr failure) {
@@ -31,8 +35,12 @@ void Executor::close_device() {
   if (device_.host_addressable()) return;
   kernel_stream_.reset();
   whole_stream_.reset();
-  if (slab_) device_.unregister_host_memory(slab_->memory());
-  device_.set_failure_handler({});
+  device_binding_.reset();
+}
+
+Executor::DeviceBinding::~DeviceBinding() {
+  if (!pinned.empty()) device.unregister_host_memory(pinned);
+  device.set_failure_handler({});
 }
 
 void Executor::copy_from_device(void* destination, const void* source, std::uint64_t bytes) {

@@ -110,9 +110,10 @@ void NcclState::start() {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     ncclComm_t made = nullptr;
-    require(ncclCommSplit(comm_, 0, members_.rank(), &made, &config), "ncclCommSplit", comm_);
+    const ncclResult_t result = ncclCommSplit(comm_, 0, members_.rank(), &made, &config);
+    small_ = made;  // ours to give back, whatever comes of it
+    require(result, "ncclCommSplit", comm_);
     require(ncclInProgress, "ncclCommSplit", made);
-    small_ = made;
     require(cudaStreamCreateWithPriority(&small_stream_, cudaStreamNonBlocking, 0), "cudaStreamCreateWithPriority");
     require(cudaEventCreateWithFlags(&small_done_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
     void* buffer = nullptr;
@@ -327,8 +328,9 @@ std::shared_ptr<NcclState> NcclState::split(int color, Members members, std::sha
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     ncclComm_t made = nullptr;
-    require(ncclCommSplit(comm_, color, members_.rank(), &made, &config), "ncclCommSplit", comm_);
+    const ncclResult_t result = ncclCommSplit(comm_, color, members_.rank(), &made, &config);
     child = std::make_shared<NcclState>(made, true, std::move(members), device_, timeout_, std::move(control));
+    require(result, "ncclCommSplit", comm_);
     require(ncclInProgress, "ncclCommSplit", made);
   }
   child->start();

@@ -6,7 +6,8 @@
 // cross the end of a pinned range; waiting for an event that was never recorded holds nobody; streams run beside one
 // another, in an order that a seed varies; a full queue makes the caller wait; a collective holds its stream until
 // every rank has come; after a sticky error nothing runs any more and every call returns it. What it cannot show:
-// launch geometry, memory order within a kernel, speeds. SPDX-License-Identifier: Apache-2.0
+// launch geometry, memory order within a kernel, speeds.
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cuda_runtime_api.h>
