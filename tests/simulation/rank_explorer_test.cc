@@ -193,6 +193,7 @@ TEST_F(RankExplorerTest, CoversTrainersThatLeaveTheTrace) {
             shape.parameters = parameters;
             Plan plan = start_plan(shape, timing, 1);
             plan.slab_bytes += 4;
+            if (!late) plan.run_ahead = 0;
             plan.text += ", leaves the trace in way " + std::to_string(how) + (late ? ", starts come late" : "");
             ProgramWriter writer(plan);
             writer.step(1, true);
@@ -201,6 +202,73 @@ TEST_F(RankExplorerTest, CoversTrainersThatLeaveTheTrace) {
             writer.settle();
             cover(plan, {false, late});
           }
+        }
+      }
+    }
+  }
+}
+
+// The order changes where what was expected may be gathered on one rank and not on the other, however much of forward
+// is still on the device.
+TEST_F(RankExplorerTest, CoversAnotherOrderInBackwardWithAnyRoomOnTheDevice) {
+  for (const Timing timing : kTimings) {
+    for (const Index slots : {1u, 3u}) {
+      for (const std::uint64_t spare : {0u, 2u, 4u}) {
+        Shape shape;
+        shape.units = 4;
+        Plan plan = start_plan(shape, timing, 1);
+        plan.run_ahead = 0;  // so that something has begun by then
+        plan.limits.update_slots = slots;
+        plan.slab_bytes += spare;
+        plan.text +=
+            ", another order, spare bytes " + std::to_string(spare) + ", update slots " + std::to_string(slots);
+        ProgramWriter writer(plan);
+        writer.begin_step(1);
+        writer.begin_pass(false);
+        for (const Index u : {0u, 1u, 2u, 3u}) writer.forward(u);
+        for (const Index u : {3u, 1u, 2u, 0u}) writer.backward(u, true);
+        writer.end_pass();
+        writer.decide(true);
+        writer.settle();
+        cover(plan);
+      }
+    }
+  }
+}
+
+TEST_F(RankExplorerTest, CoversUnitsThatAreOpenedAgainWhileTheyAreHeld) {
+  for (const Timing timing : kTimings) {
+    for (const Tier parameters : {Tier::device, Tier::nvme}) {
+      for (const bool taken_back : {false, true}) {
+        for (const bool in_trace : {false, true}) {
+          Shape shape;
+          shape.parameters = parameters;
+          Plan plan = start_plan(shape, timing, 1);
+          plan.slab_bytes += 2;
+          plan.text += taken_back ? ", held and opened again, taken back" : ", held and opened again";
+          ProgramWriter writer(plan);
+          writer.step(1, true);
+          for (int s = 0; s < (in_trace ? 2 : 1); ++s) {
+            writer.begin_step(1);
+            writer.begin_pass(false);
+            writer.forward(0);
+            writer.forward(1);
+            writer.backward(1, true);
+            const Index p = writer.open_parameters(0);
+            writer.compute(0);
+            if (taken_back) writer.take_back();
+            const Index again = writer.open_parameters(0);
+            const Index g = writer.open_gradients(0);
+            writer.compute(0);
+            writer.commit(g, true);
+            writer.release(again);
+            writer.release(p);
+            writer.end_pass();
+            writer.decide(true);
+          }
+          writer.step(1, true);
+          writer.settle();
+          cover(plan);
         }
       }
     }
