@@ -1,5 +1,5 @@
 # Install rules and the package file: find_package(ballast 0.1) then gives ballast::engine and what it stands on, and
-# find_package(ballast 0.1 COMPONENTS mpi) ballast::mpi besides.
+# find_package(ballast 0.1 COMPONENTS mpi cuda nccl) ballast::mpi, ballast::cuda and ballast::nccl besides.
 # SPDX-License-Identifier: Apache-2.0
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
@@ -20,6 +20,20 @@ if(TARGET ballast_mpi)
           ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
           FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
   install(EXPORT ballastMpiTargets NAMESPACE ballast:: DESTINATION ${ballast_package_dir})
+endif()
+# The same for CUDA and for NCCL.
+if(TARGET ballast_cuda)
+  install(TARGETS ballast_kernels_cuda ballast_cuda EXPORT ballastCudaTargets
+          ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
+          FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+  install(EXPORT ballastCudaTargets NAMESPACE ballast:: DESTINATION ${ballast_package_dir})
+endif()
+if(TARGET ballast_nccl)
+  install(TARGETS ballast_nccl EXPORT ballastNcclTargets
+          ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
+          FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+  install(EXPORT ballastNcclTargets NAMESPACE ballast:: DESTINATION ${ballast_package_dir})
+  install(FILES ${PROJECT_SOURCE_DIR}/configs/cmake/FindNCCL.cmake DESTINATION ${ballast_package_dir})
 endif()
 
 configure_package_config_file(${PROJECT_SOURCE_DIR}/configs/cmake/ballastConfig.cmake.in

@@ -113,8 +113,8 @@ TEST(NcclCommunicator, FailuresOfNcclAreLatchedByName) {
   for (const char* function : {"ncclAllGather", "ncclReduceScatter", "ncclAllReduce", "ncclCommGetAsyncError"}) {
     SCOPED_TRACE(function);
     run_world(1, Control::none, kPatient, [&](Communicator& c) {
-      RankStream stream;
       std::vector<std::byte> data(4000);
+      RankStream stream;  // ends its work before the data goes
       standin::fail(function, 1, cudaErrorUnknown);
       std::string text;
       while (text.empty()) {

@@ -125,6 +125,8 @@ ncclResult_t queue(const char* function, ncclComm_t comm, Kind kind, const void*
       return (m.come == group->ranks && m.matched) || *aborted || standin::sticky() != cudaSuccess;
     };
     while (!over()) group->changed.wait_for(lock, std::chrono::milliseconds(20));
+    // Whoever leaves before it was carried out takes its memory along.
+    if (m.come != group->ranks) m.matched = false;
     if (++m.gone == group->ranks) group->meetings.erase(place);
   };
   return standin::launch(stream, work) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
