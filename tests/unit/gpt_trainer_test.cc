@@ -198,8 +198,10 @@ TEST(GptTrainer, SeedsDecideParametersAndBatches) {
 }
 
 TEST(GptTrainer, AStepWithoutFiniteGradientsIsDiscardedAndAFewInARowAreAnError) {
-  // A fixed scale beyond fp32 overflows every gradient.
-  Session session(config_of(R"(, "loss_scale": 1e60)"));
+  // The gradient of a single token, scaled to the end of fp32's range, overflows.
+  TrainSettings settings = settings_of();
+  settings.batch = settings.sequence = 1;
+  Session session(config_of(R"(, "loss_scale": 3e38)"), settings);
   const double first = session.trainer.evaluate(0);
   for (int i = 0; i < GptTrainer::kDiscardsMax - 1; ++i) {
     const StepResult result = session.trainer.step(static_cast<std::uint64_t>(i));

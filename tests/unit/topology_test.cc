@@ -401,7 +401,7 @@ TEST_F(OddTopology, ANodeWithoutMemoryIsLeftOutWithANote) {
                   type, index, cpus, cpus, nodes, nodes, id++);
     return std::string(text);
   };
-  std::string xml = "<?xml version=\"1.0\" encoding=\"UTF-8\"?><topology version=\"2.0\">" +
+  std::string xml = "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<topology version=\"2.0\">" +
                     object("Machine", 0, 15, 7) + " allowed_cpuset=\"0x0000000f\" allowed_nodeset=\"0x00000007\">";
   const unsigned cpus_of[] = {3, 4, 8};
   const char* const memory_of[] = {"1073741824", "0", "2147483648"};
