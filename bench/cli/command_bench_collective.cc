@@ -120,13 +120,8 @@ int measure(const Options& options, const Config& config, Communicator& ranks) {
 
 int run(const Options& options) {
   const Config config = options.engine.load();
-  const std::shared_ptr<Communicator> ranks = join_ranks(config);
-  try {
-    return measure(options, config, *ranks);
-  } catch (const std::exception& error) {
-    ranks->abort(error.what());
-    throw;
-  }
+  return run_on_ranks(config,
+                      [&](const std::shared_ptr<Communicator>& ranks) { return measure(options, config, *ranks); });
 }
 
 }  // namespace

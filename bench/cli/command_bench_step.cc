@@ -283,13 +283,8 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
 
 int run(const Options& options) {
   const Config config = options.engine.load();
-  const std::shared_ptr<Communicator> ranks = join_ranks(config);
-  try {
-    return measure(options, config, ranks);
-  } catch (const std::exception& error) {
-    ranks->abort(error.what());
-    throw;
-  }
+  return run_on_ranks(config,
+                      [&](const std::shared_ptr<Communicator>& ranks) { return measure(options, config, ranks); });
 }
 
 }  // namespace

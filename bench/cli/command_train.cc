@@ -255,13 +255,8 @@ int run(const Options& options) {
         "GPU, and so does a trainer of your own)");
   }
   config.device = "host";  // what "auto" means for this trainer
-  const std::shared_ptr<Communicator> ranks = join_ranks(config);
-  try {
-    return train(options, config, ranks);
-  } catch (const std::exception& error) {
-    ranks->abort(error.what());
-    throw;
-  }
+  return run_on_ranks(config,
+                      [&](const std::shared_ptr<Communicator>& ranks) { return train(options, config, ranks); });
 }
 
 }  // namespace

@@ -13,14 +13,19 @@
 
 namespace ballast::cli {
 
-std::shared_ptr<Communicator> join_ranks(const Config& config) {
+int run_on_ranks(const Config& config, const std::function<int(const std::shared_ptr<Communicator>&)>& work) {
   const bool cuda = config.device == "cuda" || (config.device == "auto" && offload::automatic_device() == "cuda");
   CommunicatorFactories factories = communicator_factories();
   add_gpu_communicators(factories);
-  std::shared_ptr<Communicator> ranks = make_communicator(config, cuda, factories);
+  const std::shared_ptr<Communicator> ranks = make_communicator(config, cuda, factories);
   if (ranks->rank() != 0 && std::freopen("/dev/null", "w", stdout) == nullptr)
     throw IoError("standard output of rank " + std::to_string(ranks->rank()) + " cannot be closed");
-  return ranks;
+  try {
+    return work(ranks);
+  } catch (const std::exception& error) {
+    ranks->abort(error.what());
+    throw;
+  }
 }
 
 std::string on_first_rank(const Communicator& ranks, const std::string& path) {

@@ -6,6 +6,7 @@
 #include <ballast/engine/communicator.h>
 #include <ballast/engine/config.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -14,9 +15,10 @@ namespace ballast::cli {
 // The kinds of communicator that this command was built with: one of two sources, as CMake found MPI or not.
 CommunicatorFactories communicator_factories();
 
-// The world that a launcher has started this process in, or one rank. Standard output is rank 0's from here on; errors
-// go to standard error on every rank. Throws ConfigError or CommunicationError.
-std::shared_ptr<Communicator> join_ranks(const Config& config);
+// Runs `work` over the ranks of the launch: those that a launcher has started this process in, or one. Standard output
+// is rank 0's from here on; errors go to standard error on every rank. An exception that leaves `work` ends the others
+// too, with its text. Throws ConfigError or CommunicationError.
+int run_on_ranks(const Config& config, const std::function<int(const std::shared_ptr<Communicator>&)>& work);
 
 // What a file option means on this rank: only rank 0 writes the run's files.
 std::string on_first_rank(const Communicator& ranks, const std::string& path);

@@ -8,9 +8,7 @@ namespace ballast::cli {
 
 CommunicatorFactories communicator_factories() {
   CommunicatorFactories factories;
-  factories.mpi = [](const CommunicatorOptions& options) {
-    return make_mpi_communicator({.initialize = true, .common = options});
-  };
+  factories.mpi = mpi_communicator_factory();
   return factories;
 }
 
