@@ -32,6 +32,7 @@ if(TARGET ballast)
     target_compile_definitions(command_ranks_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}"
                                                           BALLAST_COMMAND="$<TARGET_FILE:ballast>")
     add_dependencies(command_ranks_test ballast)
+    set_tests_properties(command_ranks_test PROPERTIES PROCESSORS 2 ENVIRONMENT "${ballast_mpi_environment}")
   endif()
 endif()
 

@@ -15,7 +15,7 @@ add_executable(mpi_communicator_test contract/mpi_communicator_test.cc)
 target_link_libraries(mpi_communicator_test PRIVATE ballast::mpi ballast::offload ballast::kernels GTest::gmock
                       GTest::gtest ballast_build)
 target_include_directories(mpi_communicator_test PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
-set(ballast_mpi_environment "ASAN_OPTIONS=detect_leaks=0")
+set(ballast_mpi_environment "ASAN_OPTIONS=detect_leaks=0" ${BALLAST_TEST_ENVIRONMENT})
 
 if(NOT MPIEXEC_EXECUTABLE)
   # A test that says what is missing, and counts as skipped.

@@ -98,6 +98,27 @@ TEST(NcclCommunicator, ARankMissingFromALargeCallEndsEveryRankWithinTheTimeout) 
   }
 }
 
+// One rank is inside a split that the other left with an error: what it asks about must not be freed under it.
+TEST(NcclCommunicator, AnAbortByAnotherThreadEndsASplitWithItsReason) {
+  for (int delay_us = 0; delay_us < 2000; delay_us += 100) {
+    std::atomic<int> left{0};
+    run_world(2, Control::none, kPatient, [&](Communicator& c) {
+      c.barrier();
+      if (c.rank() == 0) standin::fail("ncclCommSplit", 1, cudaErrorUnknown);
+      c.barrier();
+      std::thread other([&] {
+        while (left == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+        std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
+        c.abort("told to");
+      });
+      const std::string text = failure_of([&] { static_cast<void>(c.split(0)); });
+      const bool first = left++ == 0;
+      EXPECT_THAT(text, ::testing::HasSubstr(first ? "ncclCommSplit failed" : "told to"));
+      other.join();
+    });
+  }
+}
+
 TEST(NcclCommunicator, RanksThatMakeDifferentSmallCallsAreNamed) {
   for (const Control with : {Control::none, Control::threads}) {
     run_world(3, with, kPatient, [](Communicator& c) {

@@ -22,18 +22,23 @@ struct Meeting {
   bool matched = true;
 };
 
+struct Group;
+// One split of a communicator, by its place among them: over once every rank has come.
+struct Split {
+  std::vector<int> colors;
+  int come = 0;
+  std::map<int, std::shared_ptr<Group>> groups;
+};
+
 struct Group {
-  explicit Group(int size) : ranks(size), split_colors(static_cast<std::size_t>(size), -2) {}
+  explicit Group(int size) : ranks(size) {}
   const int ranks;
   std::mutex mutex;
   std::condition_variable changed;
   int joined = 0;
   bool aborted = false;  // by any rank: the others' work never ends, as without that rank
   std::map<std::uint64_t, Meeting> meetings;
-  // Of the split under way.
-  std::vector<int> split_colors;
-  int split_come = 0, split_gone = 0;
-  std::map<int, std::shared_ptr<Group>> split_groups;
+  std::map<std::uint64_t, std::shared_ptr<Split>> splits;  // begun, not over
 };
 
 struct Groups {
@@ -49,10 +54,15 @@ Groups& groups() {
 }  // namespace
 
 struct ncclComm {
-  std::shared_ptr<Group> group;
+  std::shared_ptr<Group> group;  // null until the split that makes it is over
   int rank = 0;
   int device = 0;
   std::uint64_t sequence = 0;
+  std::uint64_t split_sequence = 0;
+  std::shared_ptr<Split> splitting;     // the last one begun
+  std::shared_ptr<Group> parent_group;  // with the two below: of the split that makes this one
+  std::shared_ptr<Split> made_by;
+  int parent_rank = 0;
   // Shared with work on streams, which may outlive the communicator.
   std::shared_ptr<std::atomic<bool>> aborted = std::make_shared<std::atomic<bool>>(false);
 };
@@ -143,7 +153,7 @@ ncclComm_t make(std::shared_ptr<Group> group, int rank) {
 
 void unmake(ncclComm_t comm) {
   *comm->aborted = true;
-  comm->group->changed.notify_all();
+  if (comm->group != nullptr) comm->group->changed.notify_all();
   delete comm;
   --standin::counts().communicators;
 }
@@ -184,37 +194,48 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* state) {
     *state = result;
     return ncclSuccess;
   }
+  *state = ncclInProgress;
+  if (comm->made_by != nullptr) {
+    const std::lock_guard lock(comm->parent_group->mutex);
+    const Split& split = *comm->made_by;
+    if (split.come != comm->parent_group->ranks) return ncclSuccess;
+    const int color = split.colors[static_cast<std::size_t>(comm->parent_rank)];
+    for (int r = 0; r < comm->parent_rank; ++r) comm->rank += split.colors[static_cast<std::size_t>(r)] == color;
+    comm->group = split.groups.at(color);
+    comm->made_by = nullptr;
+    const std::lock_guard inner(comm->group->mutex);
+    ++comm->group->joined;
+  }
   const std::lock_guard lock(comm->group->mutex);
-  *state = comm->group->joined == comm->group->ranks ? ncclSuccess : ncclInProgress;
+  if (comm->splitting != nullptr) {
+    if (comm->splitting->come != comm->group->ranks) return ncclSuccess;
+    comm->splitting = nullptr;
+  }
+  if (comm->group->joined == comm->group->ranks) *state = ncclSuccess;
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int, ncclComm_t* made, ncclConfig_t*) {
   if (const ncclResult_t result = entered("ncclCommSplit"); result != ncclSuccess) return result;
   Group& group = *comm->group;
-  std::unique_lock lock(group.mutex);
-  // One split after the other.
-  while (group.split_gone != 0) group.changed.wait_for(lock, std::chrono::milliseconds(1));
-  group.split_colors[static_cast<std::size_t>(comm->rank)] = color;
-  if (++group.split_come == group.ranks) {
+  *made = make(nullptr, 0);
+  (*made)->parent_group = comm->group;
+  (*made)->parent_rank = comm->rank;
+  const std::lock_guard lock(group.mutex);
+  const std::uint64_t place = comm->split_sequence++;
+  std::shared_ptr<Split>& split = group.splits[place];
+  if (split == nullptr) {
+    split = std::make_shared<Split>();
+    split->colors.resize(static_cast<std::size_t>(group.ranks));
+  }
+  split->colors[static_cast<std::size_t>(comm->rank)] = color;
+  comm->splitting = (*made)->made_by = split;
+  if (++split->come == group.ranks) {
     std::map<int, int> sizes;
-    for (const int c : group.split_colors) ++sizes[c];
-    for (const auto& [c, size] : sizes) group.split_groups[c] = std::make_shared<Group>(size);
+    for (const int c : split->colors) ++sizes[c];
+    for (const auto& [c, size] : sizes) split->groups[c] = std::make_shared<Group>(size);
+    group.splits.erase(place);
   }
-  group.changed.notify_all();
-  while (group.split_come < group.ranks && !*comm->aborted) group.changed.wait_for(lock, std::chrono::milliseconds(5));
-  if (group.split_come < group.ranks) return ncclSystemError;
-  int rank = 0;
-  for (int r = 0; r < comm->rank; ++r) rank += group.split_colors[static_cast<std::size_t>(r)] == color;
-  const std::shared_ptr<Group> mine = group.split_groups[color];
-  if (++group.split_gone == group.ranks) {
-    group.split_come = group.split_gone = 0;
-    group.split_groups.clear();
-  }
-  lock.unlock();
-  const std::lock_guard inner(mine->mutex);
-  ++mine->joined;
-  *made = make(mine, rank);
   return ncclInProgress;
 }
 

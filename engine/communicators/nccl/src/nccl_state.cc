@@ -88,18 +88,40 @@ void NcclState::require(cudaError_t result, const char* call) {
   throw CommunicationError(text);
 }
 
-void NcclState::require(ncclResult_t result, const char* call, ncclComm_t comm) {
-  result = settled(comm, result, timeout_);
+// Asks under the lock, each time anew: a failure seen elsewhere aborts, and so frees, what is waited for.
+void NcclState::require(ncclResult_t result, const char* call, const ncclComm_t& comm) {
+  const auto deadline = Clock::now() + timeout_;
+  while (result == ncclInProgress) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (comm != nullptr) {
+        const ncclResult_t asked = ncclCommGetAsyncError(comm, &result);
+        if (asked != ncclSuccess) result = asked;
+      }
+    }
+    if (result != ncclInProgress) break;
+    check();
+    if (Clock::now() > deadline) break;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
   if (result == ncclSuccess) return;
   check();  // another failure may be why
   std::string text = members_.name(members_.rank()) + ": ";
   if (result == ncclInProgress) {
     text += std::string(call) + " did not get under way within " + format_seconds(timeout_);
   } else {
+    const std::lock_guard lock(mutex_);
     text += nccl_text(call, result, comm);
   }
   fail(text);
   throw CommunicationError(text);
+}
+
+ncclResult_t NcclState::split_off(int color, ncclComm_t& made) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  const std::lock_guard lock(mutex_);
+  return comm_ == nullptr ? ncclInvalidUsage : ncclCommSplit(comm_, color, members_.rank(), &made, &config);
 }
 
 void NcclState::start() {
@@ -107,13 +129,8 @@ void NcclState::start() {
   if (control_ != nullptr) {
     watch_control_ = control_->duplicate();
   } else {
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;
-    ncclComm_t made = nullptr;
-    const ncclResult_t result = ncclCommSplit(comm_, 0, members_.rank(), &made, &config);
-    small_ = made;  // ours to give back, whatever comes of it
-    require(result, "ncclCommSplit", comm_);
-    require(ncclInProgress, "ncclCommSplit", made);
+    require(split_off(0, small_), "ncclCommSplit", comm_);
+    require(ncclInProgress, "ncclCommSplit", small_);
     require(cudaStreamCreateWithPriority(&small_stream_, cudaStreamNonBlocking, 0), "cudaStreamCreateWithPriority");
     require(cudaEventCreateWithFlags(&small_done_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
     void* buffer = nullptr;
@@ -235,32 +252,30 @@ void NcclState::run_on(cudaStream_t stream, Large kind, const Signature& signatu
 void NcclState::launch(cudaStream_t stream, Large kind, const Pending& p, const std::byte* source,
                        std::byte* destination, std::size_t elements, ncclDataType_t type) {
   require(cudaEventRecord(p.begin, stream), "cudaEventRecord");
-  ncclComm_t comm = nullptr;
   ncclResult_t result = ncclInvalidUsage;
   const char* name = "";
   {
     // Together with abort, which frees what it ends.
     const std::lock_guard lock(mutex_);
-    comm = comm_;
-    if (comm != nullptr) {
+    if (comm_ != nullptr) {
       switch (kind) {
         case Large::all_gather:
           name = "ncclAllGather";
-          result = ncclAllGather(source, destination, elements, type, comm, stream);
+          result = ncclAllGather(source, destination, elements, type, comm_, stream);
           break;
         case Large::reduce_scatter:
           name = "ncclReduceScatter";
-          result = ncclReduceScatter(source, destination, elements, type, ncclSum, comm, stream);
+          result = ncclReduceScatter(source, destination, elements, type, ncclSum, comm_, stream);
           break;
         case Large::all_reduce:
           name = "ncclAllReduce";
-          result = ncclAllReduce(source, destination, elements, type, ncclSum, comm, stream);
+          result = ncclAllReduce(source, destination, elements, type, ncclSum, comm_, stream);
           break;
       }
     }
   }
   check();
-  require(result, name, comm);
+  require(result, name, comm_);
   require(cudaEventRecord(p.end, stream), "cudaEventRecord");
 }
 
@@ -268,15 +283,13 @@ void NcclState::gather_slice(std::span<const std::byte> mine, std::span<std::byt
   const std::size_t bytes = mine.size();
   std::byte* const own = small_buffer_ + static_cast<std::size_t>(members_.rank()) * bytes;
   require(cudaMemcpyAsync(own, mine.data(), bytes, cudaMemcpyDefault, small_stream_), "cudaMemcpyAsync");
-  ncclComm_t comm = nullptr;
   ncclResult_t result = ncclInvalidUsage;
   {
     const std::lock_guard lock(mutex_);
-    comm = small_;
-    if (comm != nullptr) result = ncclAllGather(own, small_buffer_, bytes, ncclUint8, comm, small_stream_);
+    if (small_ != nullptr) result = ncclAllGather(own, small_buffer_, bytes, ncclUint8, small_, small_stream_);
   }
   check();
-  require(result, "ncclAllGather", comm);
+  require(result, "ncclAllGather", small_);
   require(cudaEventRecord(small_done_, small_stream_), "cudaEventRecord");
   const auto deadline = Clock::now() + timeout_;
   for (;;) {
@@ -325,18 +338,19 @@ std::shared_ptr<NcclState> NcclState::split(int color, Members members, std::sha
   {
     const std::lock_guard order(order_mutex_);
     check();
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;
     ncclComm_t made = nullptr;
-    const ncclResult_t result = ncclCommSplit(comm_, color, members_.rank(), &made, &config);
+    const ncclResult_t result = split_off(color, made);
     child = std::make_shared<NcclState>(made, true, std::move(members), device_, timeout_, std::move(control));
+    {
+      const std::lock_guard lock(mutex_);
+      std::erase_if(children_, [](const auto& other) { return other.expired(); });
+      children_.push_back(child);
+    }
     require(result, "ncclCommSplit", comm_);
-    require(ncclInProgress, "ncclCommSplit", made);
+    child->require(ncclInProgress, "ncclCommSplit", child->comm_);
   }
   child->start();
-  const std::lock_guard lock(mutex_);
-  std::erase_if(children_, [](const auto& other) { return other.expired(); });
-  children_.push_back(child);
+  check();  // a failure before it stood among the children has not reached it
   return child;
 }
 

@@ -67,7 +67,9 @@ class NcclState {
   void watch();
   std::string who_is_missing(const Signature& signature);
   void require(cudaError_t result, const char* call);
-  void require(ncclResult_t result, const char* call, ncclComm_t comm);
+  // Waits until the communicator, one of the members below, has done what was begun.
+  void require(ncclResult_t result, const char* call, const ncclComm_t& comm);
+  ncclResult_t split_off(int color, ncclComm_t& made);
   Pending take_pending();
 
   const bool owned_;
