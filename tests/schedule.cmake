@@ -1,6 +1,8 @@
 # Tests of the scheduler: by hand, by exploration, by simulation.
 # SPDX-License-Identifier: Apache-2.0
-ballast_add_test(device_map_test LABEL unit SOURCES unit/device_map_test.cc LIBRARIES ballast_schedule)
+ballast_add_test(device_map_test LABEL unit
+  SOURCES unit/device_map_test.cc unit/range_map_test.cc
+  LIBRARIES ballast_schedule)
 ballast_add_test(scheduler_test LABEL unit
   SOURCES unit/scheduler_test.cc unit/scheduler_eager_test.cc
   LIBRARIES ballast_schedule)

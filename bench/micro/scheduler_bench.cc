@@ -15,7 +15,15 @@
 namespace ballast::schedule {
 namespace {
 
-// Forward over all units, backward in reverse, everything on NVMe and just in time, looking a whole step ahead.
+// What a whole step of a model is like.
+struct Shape {
+  Index units = 1, chunks = 1;
+  Tier tier = Tier::nvme;  // of parameters and optimizer states
+  Index window_units = 8;  // that fit the device beside each other, with their gradients
+  std::size_t lag = 0;     // openings by which the device is behind the trainer
+};
+
+// Forward over all units, backward in reverse, just in time, looking a whole step ahead.
 struct Trainer {
   struct Use {
     Index unit;
@@ -23,12 +31,13 @@ struct Trainer {
     std::uint64_t offset;
   };
 
-  Trainer(Index units, Index chunks) {
+  explicit Trainer(const Shape& shape) : lag(shape.lag) {
+    const Index units = shape.units, chunks = shape.chunks;
     std::vector<Chunk> all;
     std::vector<Unit> list;
     for (Index u = 0; u < units; ++u) {
       list.push_back({u * chunks, chunks, 2 * chunks, 4 * chunks, true});
-      for (Index c = 0; c < chunks; ++c) all.push_back({u});
+      for (Index c = 0; c < chunks; ++c) all.push_back({u, shape.tier, shape.tier});
     }
     std::vector<Opening> openings;
     std::uint32_t now = 0;
@@ -39,7 +48,7 @@ struct Trainer {
     };
     for (Index u = 0; u < units; ++u) use(u, false);
     for (Index u = units; u-- > 0;) use(u, true);
-    const std::uint64_t slab = std::uint64_t{24} * chunks;
+    const std::uint64_t slab = std::uint64_t{2} * chunks * shape.window_units + 8 * chunks;
     const DeviceMap map = compile_device_map(openings, slab);
     for (std::size_t i = 0; i < openings.size(); ++i) {
       pass.push_back({openings[i].unit, openings[i].gradient, map.offsets[i]});
@@ -80,6 +89,20 @@ struct Trainer {
       ++ahead;
     }
   }
+  // The device comes to the oldest opening: its work, then its end.
+  void carry_out() {
+    const Opened opened = behind.front();
+    behind.pop_front();
+    until_ready(opened.entry);
+    if (opened.gradient) {
+      scheduler->commit_gradients(opened.entry, {contributes.get(), chunk_count}, true, false);
+      scheduler->release(differentiated);
+    } else if (opened.backward) {
+      differentiated = opened.entry;
+    } else {
+      scheduler->release(opened.entry);
+    }
+  }
   void step() {
     Index parameters = kNone;
     for (std::size_t i = 0; i < pass.size(); ++i) {
@@ -87,22 +110,35 @@ struct Trainer {
       const Index entry = expected.front();
       expected.pop_front();
       ++at;
+      const Index held =
+          scheduler->overlapping(pass[i].offset, scheduler->opening_bytes(pass[i].unit, pass[i].gradient), entry, true);
+      BALLAST_CHECK(held == kNone);
       scheduler->lease(entry);
-      until_ready(entry);
+      const bool with_gradient = i + 1 < pass.size() && pass[i + 1].gradient;
       if (pass[i].gradient) {
-        scheduler->commit_gradients(entry, {contributes.get(), chunk_count}, true, false);
-        scheduler->release(parameters);
-      } else if (i + 1 < pass.size() && pass[i + 1].gradient) {
+        scheduler->note_commit_requested(entry);
+        scheduler->note_release_requested(parameters);
+      } else if (with_gradient) {
         parameters = entry;
       } else {
-        scheduler->release(entry);
+        scheduler->note_release_requested(entry);
       }
+      behind.push_back({entry, pass[i].gradient, with_gradient});
+      while (behind.size() > lag) carry_out();
     }
+    while (!behind.empty()) carry_out();
     std::array<Action, 16> actions;
     while (scheduler->gradients_outstanding()) run(actions);
     scheduler->decide(true);
   }
 
+  struct Opened {
+    Index entry;
+    bool gradient, backward;
+  };
+  std::size_t lag;
+  std::deque<Opened> behind;
+  Index differentiated = kNone;  // parameters that the device computes gradients from
   std::vector<Use> pass;
   std::unique_ptr<Scheduler> scheduler;
   std::unique_ptr<bool[]> contributes;
@@ -112,8 +148,8 @@ struct Trainer {
   std::uint64_t tasks = 0;
 };
 
-void decide(benchmark::State& state) {
-  Trainer trainer(static_cast<Index>(state.range(0)), static_cast<Index>(state.range(1)));
+void decide(benchmark::State& state, const Shape& shape) {
+  Trainer trainer(shape);
   trainer.step();
   trainer.tasks = 0;
   for (auto _ : state) trainer.step();
@@ -121,7 +157,14 @@ void decide(benchmark::State& state) {
   state.counters["time_per_task"] =
       benchmark::Counter(static_cast<double>(trainer.tasks), benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
 }
-BENCHMARK(decide)->Args({24, 13})->Args({100, 4})->Args({1000, 4})->Args({10000, 1})->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(decide, units_24, Shape{24, 13})->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(decide, units_100, Shape{100, 4})->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(decide, units_1000, Shape{1000, 4})->Unit(benchmark::kMillisecond);
+// Ten thousand: in the smallest window; with the device far behind the trainer; with room for all; in host memory.
+BENCHMARK_CAPTURE(decide, units_10000, Shape{10000, 1})->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(decide, units_10000_lag, Shape{10000, 1, Tier::nvme, 8, 4000})->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(decide, units_10000_wide, Shape{10000, 1, Tier::nvme, 20000, 4000})->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(decide, units_10000_host, Shape{10000, 1, Tier::host, 200, 4000})->Unit(benchmark::kMillisecond);
 
 void device_map(benchmark::State& state) {
   const auto units = static_cast<Index>(state.range(0));

@@ -10,13 +10,20 @@
 namespace ballast::schedule {
 
 Scheduler::Scheduler(std::vector<Chunk> chunks, std::vector<Unit> units, const Limits& limits)
-    : chunks_(std::move(chunks)), units_(std::move(units)), limits_(limits), chunk_states_(chunks_.size()) {
+    : chunks_(std::move(chunks)),
+      units_(std::move(units)),
+      limits_(limits),
+      chunk_states_(chunks_.size()),
+      copies_(units_.size()),
+      unit_entries_(units_.size()),
+      // Each range that is somebody's, and what lies between two.
+      ranges_(2 * (std::size_t{limits.entries} + units_.size()) + 4) {
   BALLAST_CHECK(chunks_.size() < (std::size_t{1} << kChunkBits));
   for (const Unit& unit : units_) BALLAST_CHECK(unit.stored_gradients || !unit.reduced);
   entries_.resize(limits.entries);
   entries_to_check_.reserve(limits.entries);
   jobs_.resize(limits.jobs);
-  copies_.reserve(units_.size());
+  waits_.reserve(4 * std::size_t{limits.entries});
   unit_changed_.assign(units_.size(), 1);
   unit_committed_.assign(units_.size(), 0);
   gathers_.ring.resize(limits.entries + 1);
@@ -32,6 +39,7 @@ Scheduler::Scheduler(std::vector<Chunk> chunks, std::vector<Unit> units, const L
     BALLAST_CHECK(depths[i] > 0);
     lanes_[i].depth = depths[i];
     lanes_[i].heap.reserve(limits.jobs);
+    lanes_[i].place.assign(limits.jobs, kNone);
   }
 }
 
@@ -67,17 +75,16 @@ Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form
 
   // Parameters that are still there, unchanged, at the same place are not brought again. (A copy in the list is newer
   // than every update that is queued: queueing one without an entry of its own forgets the copy.)
-  const auto copy = std::find_if(copies_.begin(), copies_.end(), [&](const Copy& c) { return c.unit == unit; });
-  const bool reuse = !any_update && copy != copies_.end() && copy->offset == device_offset;
+  Copy& copy = copies_[unit];
+  const bool reuse = !any_update && copy.here && copy.offset == device_offset;
   if (reuse) {
-    entry.source = copy->entry;
-    if (copy->entry != kNone) ++entries_[copy->entry].dependents;
-    entry.range_free = copy->entry == kNone;
-    copy->entry = id;
+    entry.source = copy.entry;
+    if (copy.entry != kNone) ++entries_[copy.entry].dependents;
+    copy.entry = id;
   } else {
     forget_copy(unit);
-    if (entry.bytes > 0) forget_overlapping_copies(device_offset, entry.bytes);
   }
+  take_range(id);
   for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
     ChunkState& state = chunk_states_[c];
     const bool on_device = chunks_[c].parameters == Tier::device;
@@ -104,7 +111,7 @@ Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form
   if (form == Form::update_after) {
     forget_copy(unit);
   } else if (!reuse && entry.bytes > 0) {
-    copies_.push_back({unit, id, device_offset, entry.bytes});
+    copy = {true, id, device_offset, entry.bytes};
   }
   if (gather_needed(unit, form == Form::update_expected, reuse)) {
     entry.collective = Phase::waiting;
@@ -113,7 +120,6 @@ Index Scheduler::append_parameters(Index unit, std::uint64_t device_offset, Form
     gathers_.push(id);
     unit_changed_[unit] = 0;
   }
-  if (!reuse) wait_for_range(id, entry.previous);
   settle();
   return id;
 }
@@ -133,7 +139,7 @@ Index Scheduler::append_gradients(Index unit, std::uint64_t device_offset, bool 
   BALLAST_CHECK(!leased || nothing_expected());
   const Index id = append_entry(unit, device_offset, u.gradient_bytes, true, leased);
   Entry& entry = entries_[id];
-  if (u.gradient_bytes > 0) forget_overlapping_copies(device_offset, u.gradient_bytes);
+  take_range(id);
   if (eager_updates) {
     forget_copy(unit);
     for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
@@ -144,7 +150,6 @@ Index Scheduler::append_gradients(Index unit, std::uint64_t device_offset, bool 
     }
   }
   reserve_jobs(entry, 2 * u.chunk_count);
-  wait_for_range(id, entry.previous);
   settle();
   return id;
 }
@@ -154,8 +159,9 @@ void Scheduler::lease(Index id) {
   Entry& entry = entries_[id];
   BALLAST_CHECK(entry.previous == kNone || entries_[entry.previous].leased || entries_[entry.previous].cancelled);
   entry.leased = true;
+  hold(id);
   entry.expects_update = false;
-  if (!entry.gradient && waiting_updates_ != 0) {
+  if (!entry.gradient && waiting_updates_.head != kNone) {
     skip_waiting(entry.unit, id);
     settle();
   }
@@ -180,12 +186,9 @@ bool Scheduler::entry_ready(const Entry& entry) const {
   if (entry.collective != Phase::unneeded) return entry.collective == Phase::done;
   if (!units_[entry.unit].gathered || entry.bytes > 0) return true;
   // Parameters that live on the device: an earlier entry of the unit may still be gathering them.
-  for (Index i = entry_head_; entries_[i].key < entry.key; i = entries_[i].next) {
+  for (Index i = entry.unit_previous; i != kNone; i = entries_[i].unit_previous) {
     const Entry& other = entries_[i];
-    if (other.unit == entry.unit && !other.gradient && other.collective != Phase::unneeded &&
-        other.collective != Phase::done) {
-      return false;
-    }
+    if (!other.gradient && other.collective != Phase::unneeded && other.collective != Phase::done) return false;
   }
   return true;
 }
@@ -249,8 +252,7 @@ void Scheduler::commit_gradients(Index id, std::span<const bool> contributes, bo
       // An update that was queued after this gradient was opened is meant for a later one: what is expected in between
       // would be read before this update. (Dropped here, it is queued again in its place.)
       if (waiting != kNone && jobs_[waiting].gate_on_gradient && jobs_[waiting].key >> kChunkBits <= entry.key) {
-        state.waiting_job = kNone;
-        --waiting_updates_;
+        no_longer_waiting(state);
         state.update_job = waiting;
       } else if (waiting != kNone) {
         skip_update(waiting);
@@ -268,8 +270,13 @@ void Scheduler::commit_gradients(Index id, std::span<const bool> contributes, bo
   if (at_once) pass_waiting_updates(u);
 }
 
-void Scheduler::note_commit_requested(Index id) {
+void Scheduler::note_release_requested(Index id) {
   entries_[id].release_requested = true;
+  let_go(id);
+}
+
+void Scheduler::note_commit_requested(Index id) {
+  note_release_requested(id);
   if (!units_[entries_[id].unit].reduced) return;
   entries_[id].collective = Phase::waiting;
   reductions_.push(id);
@@ -300,10 +307,10 @@ void Scheduler::pass_waiting_updates(const Unit& u) {
     const Index j = chunk_states_[c].update_job;
     if (j != kNone && jobs_[j].slot_wanted) last_key = std::max(last_key, jobs_[j].key);
   }
-  if (last_key == 0 || waiting_updates_ == 0) return;
-  for (const ChunkState& state : chunk_states_) {
-    const Index j = state.waiting_job;
-    if (j != kNone && jobs_[j].slot_kind == SlotKind::update && jobs_[j].key < last_key) skip_update(j);
+  for (Index j = waiting_updates_.head; j != kNone && jobs_[j].key < last_key;) {
+    const Index next = jobs_[j].next_held;
+    if (jobs_[j].slot_kind == SlotKind::update) skip_update(j);
+    j = next;
   }
   settle();
 }
@@ -334,8 +341,7 @@ void Scheduler::decide(bool update) {
       if (becomes_due) state.due = true;
       const Index j = state.waiting_job;
       if (j != kNone && becomes_due && !jobs_[j].gate_on_gradient) {
-        state.waiting_job = kNone;
-        --waiting_updates_;
+        no_longer_waiting(state);
         state.update_job = j;
         jobs_[j].gate_open = true;
         advance(j);
@@ -366,9 +372,9 @@ bool Scheduler::queue_updates(Index unit) {
   if (!unit_update_unclaimed(unit)) return true;
   // Expected fetches of the unit would bring stale parameters, and updates that wait for the trainer may hold the slots
   // that these updates need before the trainer can go on.
-  bool cancel = waiting_updates_ != 0;
-  for (Index i = entry_head_; i != kNone && !cancel; i = entries_[i].next) {
-    cancel = entries_[i].unit == unit && !entries_[i].gradient && expected(i);
+  bool cancel = waiting_updates_.head != kNone;
+  for (Index i = unit_entries_[unit].head; i != kNone && !cancel; i = entries_[i].unit_next) {
+    cancel = !entries_[i].gradient && expected(i);
   }
   forget_copy(unit);
   if (cancel) cancel_expected();
@@ -386,8 +392,8 @@ bool Scheduler::append_updates(Index unit) { return queue_updates(unit); }
 
 bool Scheduler::append_eager_updates(Index unit) {
   // The commit kept room for this.
-  for (Index i = entry_head_; i != kNone && !expected(i); i = entries_[i].next) {
-    if (entries_[i].unit == unit && entries_[i].committed) reserve_jobs(entries_[i], 0);
+  for (Index i = unit_entries_[unit].head; i != kNone && !expected(i); i = entries_[i].unit_next) {
+    if (entries_[i].committed) reserve_jobs(entries_[i], 0);
   }
   return queue_updates(unit);
 }
@@ -414,9 +420,8 @@ std::size_t Scheduler::next(std::span<Action> out) {
   for (std::size_t l = 0; l < lanes_.size(); ++l) {
     Lane& ln = lanes_[l];
     while (ln.in_flight < ln.depth && !ln.heap.empty() && count < out.size()) {
-      std::pop_heap(ln.heap.begin(), ln.heap.end(), kLater);
-      const Index j = ln.heap.back().second;
-      ln.heap.pop_back();
+      const Index j = ln.heap.front().second;
+      ln.remove(0);
       Job& job = jobs_[j];
       const Task task = l == 4 ? cpu_task(job) : static_cast<Task>(l);
       BALLAST_CHECK(job.alive && phase(job, task) == Phase::ready);
@@ -454,8 +459,8 @@ bool Scheduler::collective_may_start(Index id) const {
   if (entry.gradient) return entry.committed;
   if (entry.missing != 0 || !entry.range_free) return false;
   // Parameters that live on the device are read in place: earlier readers first.
-  for (Index i = entry_head_; i != id && entry.bytes == 0; i = entries_[i].next) {
-    if (entries_[i].unit == entry.unit && !entries_[i].gradient && !entries_[i].cancelled) return false;
+  for (Index i = entry.unit_previous; i != kNone && entry.bytes == 0; i = entries_[i].unit_previous) {
+    if (!entries_[i].gradient && !entries_[i].cancelled) return false;
   }
   return true;
 }
@@ -474,8 +479,8 @@ void Scheduler::finished(const Action& action) {
       if (chunk_states_[c].gradient_head != kNone) advance(chunk_states_[c].gradient_head);
     }
     check_later(action.entry);
-    for (Index i = entry.next; i != kNone && !entry.gradient; i = entries_[i].next) {
-      if (entries_[i].unit == entry.unit && !entries_[i].gradient && entries_[i].released) check_later(i);
+    for (Index i = entry.unit_next; i != kNone && !entry.gradient; i = entries_[i].unit_next) {
+      if (!entries_[i].gradient && entries_[i].released) check_later(i);
     }
     settle();
     return;

@@ -25,11 +25,37 @@ Index Scheduler::append_entry(Index unit, std::uint64_t offset, std::uint64_t by
   entry.previous = entry_tail_;
   (entry_tail_ == kNone ? entry_head_ : entries_[entry_tail_].next) = id;
   entry_tail_ = id;
+  List& list = unit_entries_[unit];
+  entry.unit_previous = list.tail;
+  (list.tail == kNone ? list.head : entries_[list.tail].unit_next) = id;
+  list.tail = id;
+  if (leased) hold(id);
   ++entry_count_;
   return id;
 }
 
+// Leases come in program order, and so this list is.
+void Scheduler::hold(Index id) {
+  Entry& entry = entries_[id];
+  entry.held = true;
+  entry.held_previous = held_.tail;
+  (held_.tail == kNone ? held_.head : entries_[held_.tail].held_next) = id;
+  held_.tail = id;
+}
+
+void Scheduler::let_go(Index id) {
+  Entry& entry = entries_[id];
+  if (!entry.held) return;
+  entry.held = false;
+  (entry.held_previous == kNone ? held_.head : entries_[entry.held_previous].held_next) = entry.held_next;
+  (entry.held_next == kNone ? held_.tail : entries_[entry.held_next].held_previous) = entry.held_previous;
+}
+
 void Scheduler::Collectives::remove(Index entry) {
+  if (count > 0 && at(count - 1) == entry) {  // what is expected is cancelled from the end
+    --count;
+    return;
+  }
   Index kept = 0;
   const Index before = count;
   for (Index i = 0; i < before; ++i) {
@@ -48,12 +74,7 @@ void Scheduler::cancel_entry(Index id) {
     entry.collective = Phase::unneeded;
     if (entry.gathers_change) unit_changed_[entry.unit] = 1;
   }
-  for (Copy& copy : copies_) {
-    if (copy.entry == id) {
-      forget_copy(copy.unit);
-      break;
-    }
-  }
+  if (copies_[entry.unit].entry == id) forget_copy(entry.unit);
   end_entry_if_over(id);
 }
 
@@ -62,11 +83,19 @@ void Scheduler::cancel_entry(Index id) {
 bool Scheduler::may_be_gathering(Index id) const {
   const Entry& entry = entries_[id];
   if (entry.collective == Phase::unneeded) return false;
-  for (Index i = entry_head_; i != id; i = entries_[i].next) {
+  if (entry.bytes > 0) {
+    // Those that the trainer holds; and expected ones, of which the last on any byte are what this one waits for.
+    for (Index i = held_.head; i != kNone; i = entries_[i].held_next) {
+      if (overlap(entry.offset, entry.bytes, entries_[i].offset, entries_[i].bytes)) return false;
+    }
+    if (entry.source != kNone && expected(entry.source)) return false;
+    for (Index w = entry.first_wait; w != kNone; w = waits_[w].next_of_waiter) {
+      if (expected(waits_[w].blocker)) return false;
+    }
+  }
+  for (Index i = entry.unit_previous; i != kNone && entry.bytes == 0; i = entries_[i].unit_previous) {
     const Entry& other = entries_[i];
-    const bool in_the_way = entry.bytes > 0 ? overlap(entry.offset, entry.bytes, other.offset, other.bytes)
-                                            : other.unit == entry.unit && !other.gradient;
-    if (in_the_way && !other.cancelled && !other.release_requested) return false;
+    if (!other.gradient && !other.cancelled && !other.release_requested) return false;
   }
   const Unit& u = units_[entry.unit];
   for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
@@ -87,7 +116,7 @@ void Scheduler::cancel_expected() {
     carried_key = entries_[id].key;
     entries_[id].carried = true;
   }
-  for (Index id = entry_tail_; id != kNone;) {
+  for (Index id = entry_tail_; id != kNone && !entries_[id].leased;) {
     const Index previous = entries_[id].previous;
     if (!entries_[id].leased && !entries_[id].cancelled && !entries_[id].carried) {
       const std::uint64_t key = entries_[id].key;
@@ -112,9 +141,7 @@ void Scheduler::cancel_expected() {
     id = next;
   }
   // Updates that wait for the trainer hold slots that what comes now may need.
-  for (Index c = 0; c < chunks_.size() && waiting_updates_ != 0; ++c) {
-    if (chunk_states_[c].waiting_job != kNone) skip_update(chunk_states_[c].waiting_job);
-  }
+  while (waiting_updates_.head != kNone) skip_update(waiting_updates_.head);
   settle();
 }
 
@@ -129,26 +156,22 @@ void Scheduler::end_entry_if_over(Index id) {
   reserve_jobs(entry, 0);
   (entry.previous == kNone ? entry_head_ : entries_[entry.previous].next) = entry.next;
   (entry.next == kNone ? entry_tail_ : entries_[entry.next].previous) = entry.previous;
+  List& list = unit_entries_[entry.unit];
+  (entry.unit_previous == kNone ? list.head : entries_[entry.unit_previous].unit_next) = entry.unit_next;
+  (entry.unit_next == kNone ? list.tail : entries_[entry.unit_next].unit_previous) = entry.unit_previous;
+  let_go(id);
   --entry_count_;
-  for (Copy& copy : copies_) {
-    if (copy.entry == id) copy.entry = kNone;
-  }
+  if (copies_[entry.unit].entry == id) copies_[entry.unit].entry = kNone;
   free_entries_.push_back(id);
-  stop_waiting(id);
   if (entry.source != kNone) entries_[entry.source].dependents += entry.dependents - 1;
-  for (Index i = entry.next; entry.dependents != 0; i = entries_[i].next) {
+  for (Index i = entry.unit_next; entry.dependents != 0; i = entries_[i].unit_next) {
     if (entries_[i].source != id) continue;
     --entry.dependents;
     entries_[i].source = entry.source;
     entries_[i].range_free = entry.source == kNone;
     check_later(i);
   }
-  for (Index i = entry.first_waiter; i != kNone;) {
-    const Index next = entries_[i].next_waiter;
-    entries_[i].blocker = entries_[i].next_waiter = kNone;
-    wait_for_range(i, entry.previous);
-    i = next;
-  }
+  leave_range(id);
   const Unit& u = units_[entry.unit];
   for (Index c = u.first_chunk; !entry.gradient && c < u.first_chunk + u.chunk_count; ++c) {
     // Updates of parameters that live on the device waited for their readers.
@@ -156,38 +179,6 @@ void Scheduler::end_entry_if_over(Index id) {
       advance(chunk_states_[c].queue_head);
     }
   }
-}
-
-// Looks from `from` backwards for an entry that overlaps (none lies after it): that one must end first. Without one the
-// range is the entry's, and copies into it may start.
-void Scheduler::wait_for_range(Index id, Index from) {
-  Entry& entry = entries_[id];
-  for (Index i = from; i != kNone && entry.bytes > 0; i = entries_[i].previous) {
-    if (!overlap(entry.offset, entry.bytes, entries_[i].offset, entries_[i].bytes)) continue;
-    entry.blocker = i;
-    entry.next_waiter = entries_[i].first_waiter;
-    entries_[i].first_waiter = id;
-    return;
-  }
-  entry.range_free = true;
-  if (entry.gradient || entry.missing == 0) return;
-  const Unit& u = units_[entry.unit];
-  for (Index c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
-    for (Index j = chunk_states_[c].queue_head; j != kNone;) {
-      const Index next = jobs_[j].next_same_chunk;
-      if (jobs_[j].entry == id) advance(j);
-      j = next;
-    }
-  }
-}
-
-void Scheduler::stop_waiting(Index id) {
-  const Index blocker = entries_[id].blocker;
-  if (blocker == kNone) return;
-  Index* link = &entries_[blocker].first_waiter;
-  while (*link != id) link = &entries_[*link].next_waiter;
-  *link = entries_[id].next_waiter;
-  entries_[id].blocker = kNone;
 }
 
 void Scheduler::check_later(Index id) {
@@ -213,28 +204,18 @@ void Scheduler::settle() {
 
 Index Scheduler::overlapping(std::uint64_t offset, std::uint64_t bytes, Index except, bool leased_only) const {
   if (bytes == 0) return kNone;
-  for (Index i = entry_head_; i != kNone; i = entries_[i].next) {
+  for (Index i = leased_only ? held_.head : entry_head_; i != kNone;) {
     const Entry& entry = entries_[i];
-    if (leased_only && expected(i)) break;  // and so is everything after it
-    if (i == except || entry.bytes == 0 || (leased_only && (!entry.leased || entry.release_requested))) continue;
-    if (overlap(offset, bytes, entry.offset, entry.bytes)) return i;
+    if (i != except && entry.bytes != 0 && overlap(offset, bytes, entry.offset, entry.bytes)) return i;
+    i = leased_only ? entry.held_next : entry.next;
   }
   return kNone;
 }
 
 bool Scheduler::copy_offset(Index unit, std::uint64_t* offset) const {
-  const auto copy = std::find_if(copies_.begin(), copies_.end(), [&](const Copy& c) { return c.unit == unit; });
-  if (copy == copies_.end() || unit_update_unclaimed(unit)) return false;
-  *offset = copy->offset;
+  if (!copies_[unit].here || unit_update_unclaimed(unit)) return false;
+  *offset = copies_[unit].offset;
   return true;
-}
-
-void Scheduler::forget_copy(Index unit) {
-  std::erase_if(copies_, [&](const Copy& copy) { return copy.unit == unit; });
-}
-
-void Scheduler::forget_overlapping_copies(std::uint64_t offset, std::uint64_t bytes) {
-  std::erase_if(copies_, [&](const Copy& copy) { return overlap(offset, bytes, copy.offset, copy.bytes); });
 }
 
 }  // namespace ballast::schedule

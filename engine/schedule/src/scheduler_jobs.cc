@@ -54,7 +54,10 @@ void Scheduler::append_update(Index chunk, Index entry, bool copy_first, bool ga
   } else {
     BALLAST_CHECK(state.waiting_job == kNone);
     state.waiting_job = j;
-    ++waiting_updates_;
+    List& list = waiting_updates_;
+    job.previous_held = list.tail;
+    (list.tail == kNone ? list.head : jobs_[list.tail].next_held) = j;
+    list.tail = j;
   }
   job.copy_first = copy_first;
   job.gate_on_gradient = gate_on_gradient;
@@ -68,11 +71,22 @@ void Scheduler::append_update(Index chunk, Index entry, bool copy_first, bool ga
   advance(j);
 }
 
+// Before its waiting_job gets another place or ends.
+void Scheduler::no_longer_waiting(ChunkState& state) {
+  Job& job = jobs_[state.waiting_job];
+  List& list = waiting_updates_;
+  (job.previous_held == kNone ? list.head : jobs_[job.previous_held].next_held) = job.next_held;
+  (job.next_held == kNone ? list.tail : jobs_[job.next_held].previous_held) = job.previous_held;
+  job.previous_held = job.next_held = kNone;
+  state.waiting_job = kNone;
+}
+
 void Scheduler::want_slot(Index j, SlotKind kind) {
   Job& job = jobs_[j];
   job.slot_kind = kind;
   job.slot_wanted = true;
   SlotPool& slots = pool(kind);
+  job.previous_waiting = slots.waiting_tail;
   (slots.waiting_head == kNone ? slots.waiting_head : jobs_[slots.waiting_tail].next_waiting) = j;
   slots.waiting_tail = j;
 }
@@ -81,11 +95,9 @@ void Scheduler::leave_slot_queue(Index j) {
   Job& job = jobs_[j];
   if (!job.slot_wanted) return;
   SlotPool& slots = pool(job.slot_kind);
-  Index previous = kNone;
-  for (Index i = slots.waiting_head; i != j; i = jobs_[i].next_waiting) previous = i;
-  (previous == kNone ? slots.waiting_head : jobs_[previous].next_waiting) = job.next_waiting;
-  if (slots.waiting_tail == j) slots.waiting_tail = previous;
-  job.next_waiting = kNone;
+  (job.previous_waiting == kNone ? slots.waiting_head : jobs_[job.previous_waiting].next_waiting) = job.next_waiting;
+  (job.next_waiting == kNone ? slots.waiting_tail : jobs_[job.next_waiting].previous_waiting) = job.previous_waiting;
+  job.previous_waiting = job.next_waiting = kNone;
   job.slot_wanted = false;
   job.slot_kind = SlotKind::none;
 }
@@ -98,7 +110,7 @@ bool Scheduler::serve_slots(SlotKind kind) {
     const Index j = slots.waiting_head;
     Job& job = jobs_[j];
     slots.waiting_head = job.next_waiting;
-    if (slots.waiting_head == kNone) slots.waiting_tail = kNone;
+    (slots.waiting_head == kNone ? slots.waiting_tail : jobs_[slots.waiting_head].previous_waiting) = kNone;
     job.next_waiting = kNone;
     job.slot_wanted = false;
     job.slot = slots.free.back();
@@ -130,17 +142,42 @@ Scheduler::Phase& Scheduler::phase(Job& job, Task task) {
 
 void Scheduler::push(Task task, Index j) {
   phase(jobs_[j], task) = Phase::ready;
-  auto& heap = lane(task).heap;
-  heap.emplace_back(jobs_[j].key, j);
-  std::push_heap(heap.begin(), heap.end(), kLater);
+  lane(task).push(jobs_[j].key, j);
+}
+
+void Scheduler::Lane::put(std::size_t at, const std::pair<std::uint64_t, Index>& item) {
+  heap[at] = item;
+  place[item.second] = static_cast<Index>(at);
+}
+
+void Scheduler::Lane::push(std::uint64_t key, Index job) {
+  const std::pair<std::uint64_t, Index> item(key, job);
+  heap.push_back(item);
+  std::size_t at = heap.size() - 1;
+  for (; at > 0 && item < heap[(at - 1) / 2]; at = (at - 1) / 2) put(at, heap[(at - 1) / 2]);
+  put(at, item);
+}
+
+// The last item takes the place, and goes up or down from there.
+void Scheduler::Lane::remove(Index removed) {
+  const std::pair<std::uint64_t, Index> item = heap.back();
+  heap.pop_back();
+  std::size_t at = removed;
+  if (at == heap.size()) return;
+  for (; at > 0 && item < heap[(at - 1) / 2]; at = (at - 1) / 2) put(at, heap[(at - 1) / 2]);
+  for (std::size_t child = 2 * at + 1; child < heap.size(); child = 2 * at + 1) {
+    if (child + 1 < heap.size() && heap[child + 1] < heap[child]) ++child;
+    if (!(heap[child] < item)) break;
+    put(at, heap[child]);
+    at = child;
+  }
+  put(at, item);
 }
 
 void Scheduler::unpush(Task task, Index j) {
   Phase& p = phase(jobs_[j], task);
   if (p == Phase::ready) {
-    auto& heap = lane(task).heap;
-    std::erase_if(heap, [&](const auto& item) { return item.second == j; });
-    std::make_heap(heap.begin(), heap.end(), kLater);
+    lane(task).remove(lane(task).place[j]);
   }
   if (p == Phase::ready || p == Phase::waiting) p = Phase::unneeded;
 }
@@ -154,10 +191,9 @@ bool Scheduler::held_by_trainer(const Job& job) const {
   // Parameters that live on the device are read in place: an update waits for earlier readers.
   const Chunk& chunk = chunks_[job.chunk];
   if (chunk.parameters != Tier::device) return false;
-  for (Index i = entry_head_; i != kNone && !expected(i) && (entries_[i].key << kChunkBits) <= job.key;
-       i = entries_[i].next) {
-    const Entry& entry = entries_[i];
-    if (entry.unit == chunk.unit && !entry.gradient && i != job.entry && entry.leased) return true;
+  for (Index i = unit_entries_[chunk.unit].head;
+       i != kNone && !expected(i) && (entries_[i].key << kChunkBits) <= job.key; i = entries_[i].unit_next) {
+    if (!entries_[i].gradient && i != job.entry && entries_[i].leased) return true;
   }
   return false;
 }
@@ -206,8 +242,7 @@ void Scheduler::skip_update(Index j) {
     cancel_job(j);
     return;
   }
-  state.waiting_job = kNone;
-  --waiting_updates_;
+  no_longer_waiting(state);
   job.kind = JobKind::fetch;
   job.cpu = Phase::unneeded;
   job.write = Phase::unneeded;
@@ -235,10 +270,7 @@ void Scheduler::cancel_job(Index j) {
     return;
   }
   if (state.update_job == j) state.update_job = kNone;
-  if (state.waiting_job == j) {
-    state.waiting_job = kNone;
-    --waiting_updates_;
-  }
+  if (state.waiting_job == j) no_longer_waiting(state);
   job.cancelled = true;
   if (job.copy != Phase::running) job.entry = kNone;
   unpush(Task::read, j);
@@ -258,7 +290,7 @@ void Scheduler::arrive(Index j) {
   BALLAST_CHECK(entries_[entry].missing > 0);
   if (--entries_[entry].missing != 0) return;
   check_later(entry);
-  for (Index i = entries_[entry].next; i != kNone && entries_[entry].dependents != 0; i = entries_[i].next) {
+  for (Index i = entries_[entry].unit_next; i != kNone && entries_[entry].dependents != 0; i = entries_[i].unit_next) {
     if (entries_[i].source != kNone && entries_[i].released) check_later(i);
   }
 }

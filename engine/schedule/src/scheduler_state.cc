@@ -23,7 +23,9 @@ const char kPhaseLetters[] = {'-', 'w', 'r', 'R', 'd'};  // unneeded, waiting, r
 std::string Scheduler::check() const {
   // Entries: a list in program order, with counts that match their jobs.
   std::vector<bool> entry_seen(entries_.size(), false);
-  Index entries = 0, reserved = 0;
+  Index entries = 0, reserved = 0, waits = 0, waiters = 0;
+  List held;
+  std::vector<List> by_unit(units_.size());
   std::uint64_t key = 0;
   for (Index i = entry_head_, before = kNone; i != kNone; before = i, i = entries_[i].next) {
     const Entry& e = entries_[i];
@@ -44,30 +46,59 @@ std::string Scheduler::check() const {
         return at() + ": wrong source";
       if (s.cancelled && !e.cancelled) return at() + ": its source is cancelled";
     }
-    if (e.range_free == (e.blocker != kNone || e.source != kNone)) return at() + ": neither blocked nor free";
-    if (e.blocker != kNone) {
-      const Entry& b = entries_[e.blocker];
-      Index w = b.first_waiter;
-      while (w != kNone && w != i) w = entries_[w].next_waiter;
-      if (!entry_seen[e.blocker] || w != i || !overlap(e.offset, e.bytes, b.offset, b.bytes)) {
+    if (e.range_free == (e.first_wait != kNone || e.source != kNone)) return at() + ": neither blocked nor free";
+    if (e.first_wait != kNone && e.source != kNone) return at() + ": waits for what it uses";
+    for (Index w = e.first_wait; w != kNone; w = waits_[w].next_of_waiter) {
+      const Entry& b = entries_[waits_[w].blocker];
+      if (waits_[w].waiter != i || !entry_seen[waits_[w].blocker] || !overlap(e.offset, e.bytes, b.offset, b.bytes))
         return at() + ": waits for the wrong entry";
-      }
+      ++waits;
+    }
+    for (Index w = e.first_waiter; w != kNone; w = waits_[w].next_of_blocker) {
+      if (waits_[w].blocker != i) return at() + ": another's waiter";
+      ++waiters;
     }
     Index dependents = 0;
     for (Index d = e.next; d != kNone; d = entries_[d].next) dependents += entries_[d].source == i ? 1 : 0;
     if (dependents != e.dependents) return at() + ": dependents do not add up";
     if (!e.range_free && e.in_flight != 0) return at() + ": its range is touched before it is free";
     for (Index o = entry_head_; o != i && e.range_free && e.bytes > 0; o = entries_[o].next) {
-      if (!entries_[o].range_free || !overlap(e.offset, e.bytes, entries_[o].offset, entries_[o].bytes)) continue;
-      Index source = e.source;
-      while (source != kNone && source != o) source = entries_[source].source;
-      if (source != o) return at() + ": shares memory with " + name("entry", o);
+      if (overlap(e.offset, e.bytes, entries_[o].offset, entries_[o].bytes))
+        return at() + ": shares memory with " + name("entry", o);
     }
+    List& list = by_unit[e.unit];
+    if (e.unit_previous != list.tail) return at() + ": broken list of its unit";
+    if (list.head == kNone) list.head = i;
+    list.tail = i;
+    if (e.held != (e.leased && !e.release_requested)) return at() + ": held or not";
+    if (!e.held) continue;
+    if (e.held_previous != held.tail) return at() + ": broken list of those held";
+    held.tail = i;
+    if (held.head == kNone) held.head = i;
   }
   if (entries != entry_count_ || entries + free_entries_.size() != entries_.size()) return "entries do not add up";
   for (const Index i : free_entries_) {
     if (entries_[i].alive) return name("entry", i) + ": alive and free";
   }
+  if (waits != waiters) return "waits do not add up";
+  if (held.head != held_.head || held.tail != held_.tail) return "the list of held entries has other ends";
+  for (Index u = 0; u < units_.size(); ++u) {
+    const List& list = unit_entries_[u];
+    if (list.head != by_unit[u].head || list.tail != by_unit[u].tail)
+      return name("entries of unit", u) + ": other ends";
+    if (list.tail != kNone && entries_[list.tail].unit_next != kNone) return name("entries of unit", u) + ": no end";
+  }
+  // The map: the last live entry on each byte.
+  std::string wrong;
+  ranges_.for_each([&](std::uint64_t begin, std::uint64_t, const RangeMap::Owner& owner) {
+    const bool live = owner.entry != kNone && entries_[owner.entry].alive && entries_[owner.entry].key == owner.key;
+    Index last = kNone;
+    for (Index i = entry_head_; i != kNone; i = entries_[i].next) {
+      if (overlap(begin, 1, entries_[i].offset, entries_[i].bytes)) last = i;
+    }
+    if (!ranges_stale_ && last != (live ? owner.entry : kNone)) wrong = name("range at", begin) + ": another's";
+  });
+  if (!wrong.empty()) return wrong;
   if (reserved != reserved_jobs_) return "reserved jobs do not add up";
   if (reserved_jobs_ > free_jobs_.size()) return "more jobs are reserved than are free";
 
@@ -143,7 +174,17 @@ std::string Scheduler::check() const {
     if (state.gradient_here && !state.owed) return of() + ": a gradient nobody waits for";
     waiting += state.waiting_job != kNone ? 1 : 0;
   }
-  if (waiting != waiting_updates_) return "waiting updates do not add up";
+  std::uint64_t waiting_key = 0;
+  for (Index j = waiting_updates_.head, before = kNone; j != kNone; before = j, j = jobs_[j].next_held) {
+    const Job& job = jobs_[j];
+    if (!job_seen[j] || chunk_states_[job.chunk].waiting_job != j || job.previous_held != before ||
+        job.key < waiting_key || waiting == 0)
+      return "the list of waiting updates is broken";
+    if (job.next_held == kNone && waiting_updates_.tail != j) return "waiting updates: the tail is another";
+    waiting_key = job.key;
+    --waiting;
+  }
+  if (waiting != 0) return "waiting updates do not add up";
   if (jobs != jobs_alive_ || jobs + free_jobs_.size() != jobs_.size()) return "jobs do not add up";
   if (gradient_jobs != gradient_jobs_) return "gradient jobs do not add up";
   for (Index i = entry_head_; i != kNone; i = entries_[i].next) {
@@ -163,7 +204,7 @@ std::string Scheduler::check() const {
       if (!use_slot(static_cast<SlotKind>(kind + 1), slot)) return at() + ": a free one has an owner";
     }
     if (std::count(slot_used[kind].begin(), slot_used[kind].end(), false) != 0) return at() + ": one is lost";
-    Index count = 0;
+    Index count = 0, before = kNone;
     std::uint64_t order = 0;
     for (Index j = pools_[kind].waiting_head; j != kNone; j = jobs_[j].next_waiting) {
       const Job& job = jobs_[j];
@@ -174,6 +215,8 @@ std::string Scheduler::check() const {
       order = job.key;
       if (++count > jobs) return at() + ": endless queue";
       if (job.next_waiting == kNone && pools_[kind].waiting_tail != j) return at() + ": the tail is another";
+      if (job.previous_waiting != before) return at() + ": queue broken backwards";
+      before = j;
     }
     if (count != wanted[kind + 1]) return at() + ": queue does not add up";
     if (!pools_[kind].free.empty() && count != 0 && jobs_[pools_[kind].waiting_head].head)
@@ -191,6 +234,7 @@ std::string Scheduler::check() const {
     if (!std::is_heap(ln.heap.begin(), ln.heap.end(), kLater)) return at() + ": not a heap";
     for (const auto& [order, j] : ln.heap) {
       if (!jobs_[j].alive || jobs_[j].key != order) return at() + ": stale task";
+      if (ln.heap[ln.place[j]].second != j) return at() + ": task out of place";
     }
     in_flight += ln.in_flight;
   }
@@ -214,19 +258,24 @@ std::string Scheduler::check() const {
   }
   if (in_flight != in_flight_) return "tasks in flight do not add up";
 
-  // Copies that may be used again: one for each unit, none over another.
-  for (std::size_t a = 0; a < copies_.size(); ++a) {
+  // Copies that may be used again: none over another.
+  for (Index a = 0; a < copies_.size(); ++a) {
     const Copy& copy = copies_[a];
-    const auto at = [&] { return name("copy of unit", copy.unit); };
+    if (!copy.here) continue;
+    const auto at = [&] { return name("copy of unit", a); };
     if (copy.entry != kNone) {
       const Entry& e = entries_[copy.entry];
-      if (!e.alive || e.cancelled || e.gradient || e.unit != copy.unit || e.offset != copy.offset)
-        return at() + ": stale";
+      if (!e.alive || e.cancelled || e.gradient || e.unit != a || e.offset != copy.offset) return at() + ": stale";
     }
-    for (std::size_t b = 0; b < a; ++b) {
-      if (copies_[b].unit == copy.unit) return at() + ": twice";
-      if (overlap(copy.offset, copy.bytes, copies_[b].offset, copies_[b].bytes)) return at() + ": overwritten";
+    for (Index b = 0; b < a; ++b) {
+      if (copies_[b].here && overlap(copy.offset, copy.bytes, copies_[b].offset, copies_[b].bytes))
+        return at() + ": overwritten";
     }
+    bool ours = true;
+    ranges_.for_each([&](std::uint64_t begin, std::uint64_t end, const RangeMap::Owner& owner) {
+      ours &= owner.unit == a || !overlap(copy.offset, copy.bytes, begin, end - begin);
+    });
+    if (!ranges_stale_ && !ours) return at() + ": not known in the map";
   }
   return {};
 }
@@ -313,11 +362,10 @@ void Scheduler::serialize(std::vector<std::uint32_t>& out) const {
   for (Index unit = 0; unit < units_.size(); ++unit) {
     if (units_[unit].gathered || units_[unit].reduced)
       out.push_back(flag(unit_changed_[unit] != 0, 0) | flag(unit_committed_[unit] != 0, 1));
-    for (const Copy& copy : copies_) {
-      if (copy.unit != unit) continue;
-      out.push_back(copy.unit | rank_of(copy.entry) << 16);
-      out.push_back(static_cast<std::uint32_t>(copy.offset));
-    }
+    const Copy& copy = copies_[unit];
+    if (!copy.here) continue;
+    out.push_back(unit | rank_of(copy.entry) << 16);
+    out.push_back(static_cast<std::uint32_t>(copy.offset));
   }
 }
 

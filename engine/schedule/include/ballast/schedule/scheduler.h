@@ -31,6 +31,8 @@
 // it: lease() turns it back into a fetch, or drops it, first.
 #pragma once
 
+#include <ballast/schedule/range_map.h>
+
 #include <array>
 #include <cstdint>
 #include <span>
@@ -178,7 +180,7 @@ class Scheduler {
   // The first live entry that overlaps a range, other than `except`; kNone: none. With leased_only, only entries whose
   // release the trainer has not asked for yet.
   Index overlapping(std::uint64_t offset, std::uint64_t bytes, Index except, bool leased_only) const;
-  void note_release_requested(Index entry) { entries_[entry].release_requested = true; }
+  void note_release_requested(Index entry);
   std::uint64_t device_offset(Index entry) const { return entries_[entry].offset; }
   std::uint64_t opening_bytes(Index unit, bool gradient) const {
     return gradient ? units_[unit].gradient_bytes : units_[unit].parameter_bytes;
@@ -226,9 +228,10 @@ class Scheduler {
     Index chunk = kNone;
     Index entry = kNone;  // that waits for this chunk (gradient: the scratch it reads)
     Index next_same_chunk = kNone;
-    Index next_waiting = kNone;   // in the slot kind's queue
-    std::uint64_t owner_key = 0;  // of the entry it was queued with; 0: none
-    std::uint64_t key = 0;        // program order
+    Index previous_waiting = kNone, next_waiting = kNone;  // in the slot kind's queue
+    Index previous_held = kNone, next_held = kNone;        // among those that wait for the trainer
+    std::uint64_t owner_key = 0;                           // of the entry it was queued with; 0: none
+    std::uint64_t key = 0;                                 // program order
   };
 
   struct Entry {
@@ -246,16 +249,28 @@ class Scheduler {
     Phase collective = Phase::unneeded;
     Index unit = kNone;
     bool to_check = false;
-    Index source = kNone;                             // an earlier live entry whose bytes this one uses
-    Index dependents = 0;                             // entries whose source this is
-    Index blocker = kNone;                            // the latest earlier entry that overlaps, until the range is free
-    Index first_waiter = kNone, next_waiter = kNone;  // entries that this one blocks
-    Index missing = 0;                                // chunks not yet arrived (gradient: not yet read)
-    Index in_flight = 0;                              // copies touching its range
-    Index reserved_jobs = 0;                          // gradient: for its commit and the updates that follow
-    Index previous = kNone, next = kNone;             // program order
+    bool held = false;                               // leased, and its release not requested
+    Index source = kNone;                            // an earlier live entry whose bytes this one uses
+    Index dependents = 0;                            // entries whose source this is
+    Index first_wait = kNone;                        // for earlier entries to leave its range
+    Index first_waiter = kNone;                      // waits of later entries for this one
+    Index missing = 0;                               // chunks not yet arrived (gradient: not yet read)
+    Index in_flight = 0;                             // copies touching its range
+    Index reserved_jobs = 0;                         // gradient: for its commit and the updates that follow
+    Index previous = kNone, next = kNone;            // program order
+    Index unit_previous = kNone, unit_next = kNone;  // ... among the unit's
+    Index held_previous = kNone, held_next = kNone;  // ... among those held
     std::uint64_t offset = 0, bytes = 0;
     std::uint64_t key = 0;
+    std::uint64_t waiter_key = 0;  // of the last entry that began to wait for this one
+  };
+
+  // An entry waits for an earlier one that had its range (a part of it) last. Entries beneath that one need no wait of
+  // their own: it has waited for them itself, or hands its waits on.
+  struct Wait {
+    Index waiter = kNone, blocker = kNone;
+    Index previous_of_waiter = kNone, next_of_waiter = kNone;
+    Index previous_of_blocker = kNone, next_of_blocker = kNone;
   };
 
   struct ChunkState {
@@ -272,6 +287,10 @@ class Scheduler {
     std::uint32_t updates = 0;
   };
 
+  struct List {
+    Index head = kNone, tail = kNone;
+  };
+
   struct SlotPool {
     std::vector<Index> free;
     Index waiting_head = kNone, waiting_tail = kNone;
@@ -279,8 +298,14 @@ class Scheduler {
 
   struct Lane {
     std::vector<std::pair<std::uint64_t, Index>> heap;  // (program order, job), smallest first
+    std::vector<Index> place;                           // of each job in it
     Index depth = 1;
     Index in_flight = 0;
+    void push(std::uint64_t key, Index job);
+    void remove(Index at);
+
+   private:
+    void put(std::size_t at, const std::pair<std::uint64_t, Index>& item);
   };
 
   // Entries whose collectives are still to end, in the order in which all ranks do them; one at a time.
@@ -298,7 +323,7 @@ class Scheduler {
 
   // A unit's parameters that are still on the device, valid until something is written over them.
   struct Copy {
-    Index unit = kNone;
+    bool here = false;
     Index entry = kNone;  // while alive
     std::uint64_t offset = 0, bytes = 0;
   };
@@ -312,13 +337,20 @@ class Scheduler {
   void leave_slot_queue(Index job);
   bool serve_slots(SlotKind kind);
   void settle();
-  void wait_for_range(Index entry, Index from);
-  void stop_waiting(Index entry);
+  void take_range(Index entry);
+  void range_is_free(Index entry);
+  void add_wait(Index waiter, Index blocker);
+  void remove_wait(Index wait);
+  void leave_range(Index entry);
+  void paint_ranges();
+  void hold(Index entry);
+  void let_go(Index entry);
   void check_later(Index entry);
   void skip_update(Index job);
   void skip_waiting(Index unit, Index entry);
   void order_updates(Index entry, std::span<const bool> contributes);
   void pass_waiting_updates(const Unit& unit);
+  void no_longer_waiting(ChunkState& state);
   void cancel_job(Index job);
   void advance(Index job);
   void push(Task task, Index job);
@@ -343,8 +375,7 @@ class Scheduler {
   bool entry_ready(const Entry& entry) const;
   bool held_by_trainer(const Job& job) const;
   bool running(const Job& job) const;
-  void forget_copy(Index unit);
-  void forget_overlapping_copies(std::uint64_t offset, std::uint64_t bytes);
+  void forget_copy(Index unit) { copies_[unit] = Copy{}; }
   static Task cpu_task(const Job& job) { return job.kind == JobKind::gradient ? Task::accumulate : Task::update; }
   static Task copy_task(const Job& job) { return job.kind == JobKind::gradient ? Task::copy_out : Task::copy_in; }
   Phase& phase(Job& job, Task task);
@@ -355,21 +386,27 @@ class Scheduler {
   std::vector<Unit> units_;
   Limits limits_;
   std::vector<ChunkState> chunk_states_;
-  std::vector<Copy> copies_;
+  std::vector<Copy> copies_;                  // by unit
+  std::vector<List> unit_entries_;            // by unit, in program order
   std::vector<std::uint8_t> unit_changed_;    // updated since the last gather that was appended
   std::vector<std::uint8_t> unit_committed_;  // has committed gradients in the running step
   Collectives gathers_, reductions_;
   std::vector<Entry> entries_;
   std::vector<Index> free_entries_;
   std::vector<Index> entries_to_check_;  // may be over
+  RangeMap ranges_;                      // the device's, by the last entry on them; what has ended counts as nobody's
+  bool ranges_stale_ = false;            // an entry has ended that had not got its range: others lie beneath it
+  std::vector<Wait> waits_;
+  Index free_wait_ = kNone;
+  List held_;  // entries
   std::vector<Job> jobs_;
   std::vector<Index> free_jobs_;
   std::array<SlotPool, 3> pools_;  // fetch, update, gradient
   std::array<Lane, 5> lanes_;      // read, write, copy in, copy out, cpu
   Index entry_head_ = kNone, entry_tail_ = kNone, entry_count_ = 0;
   Index jobs_alive_ = 0, gradient_jobs_ = 0, in_flight_ = 0;
-  Index reserved_jobs_ = 0;    // of the free ones, kept for commits
-  Index waiting_updates_ = 0;  // chunks with a waiting_job
+  Index reserved_jobs_ = 0;  // of the free ones, kept for commits
+  List waiting_updates_;     // the waiting_job of chunks, in program order
   std::uint64_t next_key_ = 1;
   std::uint64_t cancellations_ = 0;
 };
