@@ -90,6 +90,16 @@ TEST(MpiFailure, ARankThatWaitsElsewhereForTheOneThatHangsIsNotBlamed) {
       << outcome.output;
 }
 
+TEST(MpiFailure, MpiThatDoesNotStartIsSaidWithinTheTimeout) {
+  const Outcome outcome = run(kRanks, "stopped-before-start");
+  expect_survivors(outcome, "MPI did not start within 2 s");
+}
+
+TEST(MpiFailure, ARankThatStopsOnItsWayFromMpiIntoTheWorldIsNamed) {
+  const Outcome outcome = run(kRanks, "stopped-before-duplicate");
+  expect_survivors(outcome, "rank 2 did not come to make a communicator within 2 s");
+}
+
 TEST(MpiFailure, ARankThatGivesUpIsHeardByTheOthersAtOnce) {
   const Outcome outcome = run(kRanks, "gives-up");
   expect_survivors(outcome, "rank 2 gave up: out of luck");

@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -82,6 +83,20 @@ int run(const std::string& scenario) {
     }
     MPI_Finalize();
     return result;
+  }
+  if (scenario == "stopped-before-start" || scenario == "stopped-before-duplicate") {
+    const int rank = std::atoi(std::getenv("OMPI_COMM_WORLD_RANK"));
+    if (rank + 1 == std::atoi(std::getenv("OMPI_COMM_WORLD_SIZE"))) {
+      int provided = 0;
+      if (scenario == "stopped-before-duplicate") MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided);
+      raise(SIGSTOP);
+    }
+    try {
+      make_mpi_communicator({nullptr, true, {kTimeout}});
+    } catch (const CommunicationError& error) {
+      say(rank, error.what(), seconds_since(begin));
+    }
+    return 1;  // stays for a moment at its exit, as the command does
   }
   auto world = make_mpi_communicator({nullptr, true, {kTimeout}});
   const int rank = world->rank();

@@ -7,11 +7,15 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <numeric>
+#include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "call.h"
 #include "mpi_result.h"
+#include "mpi_thread.h"
 
 namespace ballast::communicators {
 
@@ -103,8 +107,17 @@ class MpiRuntime {
             "MPI is not initialised: call MPI_Init_thread with MPI_THREAD_MULTIPLE before a communicator is "
             "made, or set MpiOptions::initialize");
       }
-      int provided = 0;
-      check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
+      static bool begun = false;
+      if (std::exchange(begun, true)) throw CommunicationError("MPI did not start, and is not started again");
+      runtime->thread_ = std::make_unique<MpiThread>();
+      const std::optional<int> code = runtime->thread_->initialize(timeout);
+      if (!code) {
+        last_moment().want();
+        throw CommunicationError("MPI did not start within " + format_seconds(timeout) +
+                                 ": another rank is dead, stopped or not there yet. Look at their logs; where one is "
+                                 "only slow, raise communication.timeout_seconds");
+      }
+      check_mpi(*code, "MPI_Init_thread");
       runtime->ours_ = true;
       last_moment();  // from here on it has an end
     }
@@ -131,7 +144,8 @@ class MpiRuntime {
       check_mpi(MPI_Ibarrier(MPI_COMM_WORLD, &request), "MPI_Ibarrier");
       const auto wait = failed_ ? std::min(timeout_, kFinalizeAfterFailure) : timeout_;
       if (!finish_by(request, std::chrono::steady_clock::now() + wait, "MPI_Test")) return;
-      check_mpi(MPI_Finalize(), "MPI_Finalize");
+      // It waits for all once more. What it says can be told to nobody any more.
+      static_cast<void>(thread_->finalize(wait));
     } catch (const std::exception&) {
       // The process ends without; mpirun says so.
     }
@@ -140,6 +154,7 @@ class MpiRuntime {
   MpiRuntime(const MpiRuntime&) = delete;
   MpiRuntime& operator=(const MpiRuntime&) = delete;
 
+  bool ours() const { return ours_; }
   void set_failed() noexcept { failed_ = true; }
   void set_broken() noexcept {
     broken_ = true;
@@ -148,10 +163,60 @@ class MpiRuntime {
 
  private:
   bool ours_ = false;
+  std::unique_ptr<MpiThread> thread_;  // where MPI is ours
   std::chrono::nanoseconds timeout_{};
   std::atomic<bool> failed_{false};
   std::atomic<bool> broken_{false};
 };
+
+namespace {
+
+constexpr int kWaitsForDuplicateTag = 1;
+constexpr std::chrono::milliseconds kSignsArrive{200};
+
+Members everybody(int size, int rank) {
+  std::vector<int> ranks(static_cast<std::size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return Members(std::move(ranks), rank);
+}
+
+void say_waiting(MPI_Comm comm, int size, int rank) {
+  static const char sign = 1;  // outlives every request
+  for (int r = 0; r < size; ++r) {
+    if (r == rank) continue;
+    MPI_Request request = MPI_REQUEST_NULL;
+    check_mpi(MPI_Isend(&sign, 1, MPI_CHAR, r, kWaitsForDuplicateTag, comm, &request), "MPI_Isend");
+    check_mpi(MPI_Request_free(&request), "MPI_Request_free");
+  }
+}
+
+// The ranks that have not said that they wait, too.
+std::vector<int> silent_ranks(MPI_Comm comm, int size, int rank) {
+  std::vector<bool> heard(static_cast<std::size_t>(size), false);
+  heard[static_cast<std::size_t>(rank)] = true;
+  const auto deadline = std::chrono::steady_clock::now() + kSignsArrive;
+  Backoff backoff;
+  while (std::chrono::steady_clock::now() < deadline) {
+    int found = 0;
+    MPI_Message message = MPI_MESSAGE_NULL;
+    MPI_Status status;
+    check_mpi(MPI_Improbe(MPI_ANY_SOURCE, kWaitsForDuplicateTag, comm, &found, &message, &status), "MPI_Improbe");
+    if (found == 0) {
+      backoff.pause();
+      continue;
+    }
+    char sign = 0;
+    check_mpi(MPI_Mrecv(&sign, 1, MPI_CHAR, &message, &status), "MPI_Mrecv");
+    heard[static_cast<std::size_t>(status.MPI_SOURCE)] = true;
+  }
+  std::vector<int> silent;
+  for (int r = 0; r < size; ++r) {
+    if (!heard[static_cast<std::size_t>(r)]) silent.push_back(r);
+  }
+  return silent;
+}
+
+}  // namespace
 
 std::shared_ptr<MpiWorld> MpiWorld::open(const MpiOptions& options, std::chrono::nanoseconds timeout) {
   std::shared_ptr<MpiWorld> world(new MpiWorld);
@@ -169,14 +234,22 @@ std::shared_ptr<MpiWorld> MpiWorld::open(const MpiOptions& options, std::chrono:
   auto duplicate = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
   MPI_Request request = MPI_REQUEST_NULL;
   check_mpi(MPI_Comm_idup(given, duplicate.get(), &request), "MPI_Comm_idup");
-  if (!finish_by(request, std::chrono::steady_clock::now() + timeout, "MPI_Test of MPI_Comm_idup")) {
-    static_cast<void>(duplicate.release());
-    world->set_broken();
-    throw CommunicationError("not all of the " + std::to_string(world->size_) +
-                             " ranks came to make a communicator within " + format_seconds(timeout) + " (rank " +
-                             std::to_string(world->rank_) +
-                             " waits). Every rank must make it; where one is only slow, raise "
-                             "communication.timeout_seconds");
+  const auto begin = std::chrono::steady_clock::now();
+  if (!finish_by(request, begin + timeout / 2, "MPI_Test of MPI_Comm_idup")) {
+    // On a communicator that is nobody else's, those who wait say so to all; the silent ones are to blame.
+    const bool may_speak = options.communicator == nullptr && world->runtime_->ours();
+    if (may_speak) say_waiting(given, world->size_, world->rank_);
+    if (!finish_by(request, begin + timeout, "MPI_Test of MPI_Comm_idup")) {
+      static_cast<void>(duplicate.release());
+      world->set_broken();
+      const std::vector<int> silent = may_speak ? silent_ranks(given, world->size_, world->rank_) : std::vector<int>();
+      const std::string who = silent.empty() ? "not all of the " + std::to_string(world->size_) + " ranks came"
+                                             : everybody(world->size_, world->rank_).names(silent) + " did not come";
+      throw CommunicationError(who + " to make a communicator within " + format_seconds(timeout) + " (rank " +
+                               std::to_string(world->rank_) +
+                               " waits). Every rank must make it; where one is only slow, raise "
+                               "communication.timeout_seconds");
+    }
   }
   world->comm_ = *duplicate;
   check_mpi(MPI_Comm_set_errhandler(world->comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");

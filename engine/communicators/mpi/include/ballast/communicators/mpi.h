@@ -33,7 +33,9 @@ struct MpiOptions {
   // Initialise MPI, with MPI_THREAD_MULTIPLE, where nobody has. MPI is then finalised when the last communicator made
   // from it goes (it cannot be initialised again: keep one for the length of the program), unless a rank is missing;
   // then the process stays for a second at its exit, so that mpirun does not end the others before they have said why.
-  // What the trainer initialised is left to the trainer, and is to be finalised after the last communicator has gone.
+  // A thread of the library's does both, as they wait for other ranks without end: where one is missing it is left
+  // behind, and MPI is not started again. What the trainer initialised is left to the trainer, and is to be finalised
+  // after the last communicator has gone.
   bool initialize = false;
   CommunicatorOptions common;
 };
