@@ -5,7 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cmath>
 #include <thread>
+#include <utility>
 
 #include "executor.h"
 #include "support/on_ranks.h"
@@ -20,6 +22,7 @@ using testing::on_ranks;
 using testing::Outcome;
 using testing::plain_config;
 using testing::run_case;
+using testing::SyntheticUnit;
 using testing::TemporaryDirectory;
 using testing::Watchdog;
 
@@ -68,6 +71,64 @@ TEST(RanksTest, EveryWorldSizeAndStageGivesTheValuesOfOneRankThatTakesAllMicroBa
         ASSERT_EQ(outcome.values.size(), expected.values.size());
         EXPECT_EQ(std::memcmp(outcome.values.data(), expected.values.data(), 4 * expected.values.size()), 0);
         EXPECT_EQ(outcome.norms, outcomes[0].norms);
+      }
+    }
+  }
+}
+
+// Parameters whose elements no world size divides, down to fewer than there are ranks.
+std::vector<SyntheticUnit> prime_model() {
+  return {{"a", {{"weight", {9973}}, {"bias", {3}, {.group = 1}}}},
+          {"b", {{"weight", {10007}}, {"scale", {}}}},
+          {"c", {{"weight", {13}}, {"bias", {2}, {.group = 1}}}}};
+}
+constexpr std::int64_t kPrimeElements = 9973 + 3 + 10007 + 1 + 13 + 2;
+
+// The norm of the first step's gradients, as the trainer makes them, from their definition.
+double first_norm(int micro_batches) {
+  double squares = 0;
+  const auto model = prime_model();
+  for (std::uint32_t u = 0; u < model.size(); ++u) {
+    for (std::uint32_t p = 0; p < model[u].parameters.size(); ++p) {
+      std::int64_t count = 1;
+      for (const std::int64_t dimension : model[u].parameters[p].shape) count *= dimension;
+      for (std::int64_t i = 0; i < count; ++i) {
+        double mean = 0;
+        for (int m = 0; m < micro_batches; ++m)
+          mean += 0.01 * (testing::SyntheticTrainer::initial({u, p}, i) + 0.01 * ((i + m * 5) % 11)) / micro_batches;
+        squares += mean * mean;
+      }
+    }
+  }
+  return std::sqrt(squares);
+}
+
+TEST(RanksTest, PaddingIsCountedNowhereWhereNoWorldSizeDividesTheElements) {
+  const Watchdog watchdog(200);
+  const TemporaryDirectory directory;
+  for (const auto& [world_size, type] :
+       {std::pair(7, DataType::bf16), std::pair(11, DataType::bf16), std::pair(11, DataType::fp32)}) {
+    Case one;
+    one.model = prime_model();
+    one.type = "adamw";
+    one.precision.parameters = type;
+    Case whole = one;
+    whole.options.micro_batches = world_size;
+    const Outcome expected = run_case(whole, plain_config(directory.path(), Tier::host, Timing::after_backward), {});
+    EXPECT_EQ(expected.values.size(), static_cast<std::size_t>(kPrimeElements));
+    const double by_hand = first_norm(world_size);
+    EXPECT_NEAR(expected.norms[0], by_hand, (type == DataType::fp32 ? 1e-6 : 1e-3) * by_hand);
+    for (int stage = 0; stage <= 3; ++stage) {
+      SCOPED_TRACE("world size " + std::to_string(world_size) + ", stage " + std::to_string(stage));
+      Config config = plain_config(directory.path(), Tier::nvme, Timing::just_in_time);
+      config.zero_stage = stage;
+      for (const Outcome& outcome : run_ranks(world_size, one, config)) {
+        ASSERT_EQ(outcome.values.size(), expected.values.size());
+        EXPECT_EQ(std::memcmp(outcome.values.data(), expected.values.data(), 4 * expected.values.size()), 0);
+        EXPECT_EQ(outcome.parameters, kPrimeElements);
+        // The shards' sums are added in another order.
+        for (std::size_t step = 0; step < expected.norms.size(); ++step)
+          EXPECT_NEAR(outcome.norms[step], expected.norms[step], 1e-12 * expected.norms[step]);
       }
     }
   }
@@ -131,6 +192,20 @@ TEST(RanksTest, MemoryAndTrafficOfARankAreThoseOfZero) {
                                                                   stage == 3 ? "resident parameters" : "parameters"));
         const double expected_parameters = stage == 3 ? 2 * kParameters / world_size : 2 * kParameters;
         EXPECT_NEAR(parameters, expected_parameters, 0.02 * expected_parameters);
+        // That is all: beside the states only what passes through, and the plan's peak is their sum.
+        const auto sum = [](const std::vector<MemoryRange>& ranges) {
+          std::uint64_t bytes = 0;
+          for (const MemoryRange& range : ranges) bytes += range.bytes;
+          return bytes;
+        };
+        const std::uint64_t buffers =
+            bytes_named(after.host_memory, "fetch slots") + bytes_named(after.host_memory, "update slots") +
+            bytes_named(after.host_memory, "gradient slots") + bytes_named(after.device_memory, "window of open units");
+        const double states = expected_parameters + 14 * shard;
+        EXPECT_NEAR(static_cast<double>(after.peak_host_bytes + after.peak_device_bytes - buffers), states,
+                    0.02 * states);
+        EXPECT_NEAR(static_cast<double>(sum(after.host_memory)), static_cast<double>(after.peak_host_bytes), 4096);
+        EXPECT_EQ(sum(after.device_memory), after.peak_device_bytes);
         // Received per step, times world_size / (world_size - 1): a reduction of fp32 gradients (stage 0: and their
         // gathering), and bf16 parameters once after the update (stages 1, 2) or for forward and for backward (stage 3;
         // the last unit's stay for backward).

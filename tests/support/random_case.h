@@ -68,6 +68,7 @@ struct Outcome {
   std::vector<double> losses;
   std::vector<float> values;
   std::vector<double> norms;
+  std::int64_t parameters = 0;
 };
 
 inline Outcome run_case(const Case& c, Config config, const EngineEnvironment& environment) {
@@ -85,6 +86,7 @@ inline Outcome run_case(const Case& c, Config config, const EngineEnvironment& e
     outcome.norms.push_back(trainer.last_norm().value);
   }
   outcome.values = trainer.values();
+  outcome.parameters = engine.report().parameters;
   return outcome;
 }
 
