@@ -10,6 +10,7 @@
 
 #include "gpt/model.h"
 #include "support/random_case.h"
+#include "support/under_thread_sanitizer.h"
 
 namespace ballast {
 namespace {
@@ -142,6 +143,10 @@ TEST(StandInEngine, EachCallMayFailAndTheErrorSaysWhichAndNothingStays) {
          {"cudaGetDeviceCount", "cudaMalloc", "cudaHostRegister", "cudaHostAlloc", "cudaStreamCreateWithPriority",
           "cudaEventCreateWithFlags", "cudaMemGetInfo", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaEventRecord",
           "cudaEventSynchronize", "cudaStreamSynchronize", "cuStreamWaitValue32", "launch", "execution"}) {
+      // Streams that are not ordered run into one another until the failure is seen: a race on purpose.
+      const std::string name = function;
+      const bool orders = name == "cudaEventRecord" || name == "cuStreamWaitValue32" || name == "cudaStreamWaitEvent";
+      if (orders && testing::kUnderThreadSanitizer) continue;
       standin::reset();
       train_briefly(directory.path(), tier, function);
       const std::uint64_t calls = standin::calls(function);
