@@ -27,12 +27,18 @@ if(TARGET ballast)
   endforeach()
   if(TARGET ballast_mpi)
     ballast_add_test(command_ranks_test LABEL integration TIMEOUT 300
-      SOURCES integration/command_ranks_test.cc integration/command_runner.cc LIBRARIES nlohmann_json::nlohmann_json)
+      SOURCES integration/command_ranks_test.cc integration/command_runner.cc
+      LIBRARIES ballast_gpt ballast::engine nlohmann_json::nlohmann_json)
     target_compile_features(command_ranks_test PRIVATE cxx_std_20)
     target_compile_definitions(command_ranks_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}"
                                                           BALLAST_COMMAND="$<TARGET_FILE:ballast>")
     add_dependencies(command_ranks_test ballast)
     set_tests_properties(command_ranks_test PROPERTIES PROCESSORS 2 ENVIRONMENT "${ballast_mpi_environment}")
+    # A short part of what `tests/stress/run --minutes 30` does.
+    add_test(NAME ranks_stress COMMAND ${PROJECT_SOURCE_DIR}/tests/stress/run --minutes 0.3 --seed 1 --timeout 20
+                                       --build $<TARGET_FILE_DIR:ballast>)
+    set_tests_properties(ranks_stress PROPERTIES LABELS stress TIMEOUT 600 PROCESSORS 2
+                         ENVIRONMENT "${ballast_mpi_environment}")
   endif()
 endif()
 

@@ -8,10 +8,18 @@
 
 #include <array>
 #include <cstdio>
+#include <string>
+#include <string_view>
 
 #include "gpu.h"
 
 namespace ballast::cli {
+namespace {
+
+const std::string kGaveUp = " gave up: ";  // a communicator's words before the reason
+const std::string kRefused = "refused: ";
+
+}  // namespace
 
 int run_on_ranks(const Config& config, const std::function<int(const std::shared_ptr<Communicator>&)>& work) {
   const bool cuda = config.device == "cuda" || (config.device == "auto" && offload::automatic_device() == "cuda");
@@ -21,9 +29,19 @@ int run_on_ranks(const Config& config, const std::function<int(const std::shared
   if (ranks->rank() != 0 && std::freopen("/dev/null", "w", stdout) == nullptr)
     throw IoError("standard output of rank " + std::to_string(ranks->rank()) + " cannot be closed");
   try {
-    return work(ranks);
-  } catch (const std::exception& error) {
+    const int status = work(ranks);
+    ranks->barrier();  // a rank that is lost on its last way is missed, too
+    return status;
+  } catch (const CommunicationError& error) {
     ranks->abort(error.what());
+    // What one rank refuses is refused by the run, whoever of them ends first.
+    if (std::string_view(error.what()).find(kGaveUp + kRefused) != std::string_view::npos)
+      throw ConfigError(error.what());
+    throw;
+  } catch (const std::exception& error) {
+    const bool refused =
+        dynamic_cast<const ConfigError*>(&error) != nullptr || dynamic_cast<const PlanError*>(&error) != nullptr;
+    ranks->abort((refused ? kRefused : "") + error.what());
     throw;
   }
 }

@@ -17,7 +17,8 @@ CommunicatorFactories communicator_factories();
 
 // Runs `work` over the ranks of the launch: those that a launcher has started this process in, or one. Standard output
 // is rank 0's from here on; errors go to standard error on every rank. An exception that leaves `work` ends the others
-// too, with its text. Throws ConfigError or CommunicationError.
+// too, with its text; where that is a refusal (ConfigError, PlanError), they throw ConfigError, and all end with 2.
+// Throws ConfigError or CommunicationError.
 int run_on_ranks(const Config& config, const std::function<int(const std::shared_ptr<Communicator>&)>& work);
 
 // What a file option means on this rank: only rank 0 writes the run's files.

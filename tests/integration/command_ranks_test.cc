@@ -5,8 +5,11 @@
 
 #include <cstdlib>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "command_runner.h"
+#include "gpt/trainer.h"
+#include "support/on_ranks.h"
 
 namespace ballast {
 namespace {
@@ -81,6 +84,51 @@ TEST_F(CommandRanks, TrainTheSameAtEveryStageAndOnceInTheOutput) {
   }
 }
 
+// Losses of ranks that are threads of this process, for what the command was given.
+std::vector<double> losses_of_threads(int ranks, const Config& config, const std::string& model,
+                                      const std::string& text) {
+  constexpr int kSteps = 4;
+  const auto data = gpt::ByteData::open(text);
+  std::vector<double> losses;
+  testing::on_ranks(ranks, [&](int rank, const std::shared_ptr<Communicator>& communicator) {
+    EngineEnvironment environment;
+    environment.communicator = communicator;
+    Engine engine(config, environment);
+    gpt::TrainSettings settings;
+    settings.batch = 6;
+    settings.sequence = 32;
+    settings.world_size = ranks;
+    settings.rank = rank;
+    settings.threads = 1;
+    gpt::GptTrainer trainer(engine, gpt::GptShape::from_file(model), settings, data);
+    engine.commit();
+    engine.initialize(trainer.fill());
+    for (std::uint64_t step = 0; step < kSteps; ++step) {
+      double loss = trainer.step(step).loss;
+      communicator->all_reduce_sum({&loss, 1});
+      if (rank == 0) losses.push_back(loss / ranks);
+    }
+  });
+  return losses;
+}
+
+TEST_F(CommandRanks, GiveTheBitsOfRanksThatAreThreads) {
+  for (const auto& [ranks, type] : {std::pair(2, "bf16"), std::pair(3, "fp32")}) {
+    const std::string precision = std::string("precision.parameters=") + type;
+    const auto processes = trained(ranks, {"--batch", "6", "--set", precision})["losses"].get<std::vector<double>>();
+    for (const char* stage : {"0", "3"}) {
+      SCOPED_TRACE(std::to_string(ranks) + " ranks, stage " + stage);
+      Config config = Config::from_file(source_path("configs/engine/nvme.json"), {{"zero_stage", stage},
+                                                                                  {"device", "host"},
+                                                                                  {"precision.parameters", type},
+                                                                                  {"budget.host", "64MiB"},
+                                                                                  {"budget.device", "64MiB"}});
+      config.nvme.paths = {scratch_.path() + "/threads"};
+      EXPECT_EQ(losses_of_threads(ranks, config, model_, text_), processes);
+    }
+  }
+}
+
 TEST_F(CommandRanks, RefuseABatchThatDoesNotDivideAndAWorldThatWouldFallApart) {
   const auto batch = run_program(train(2, {"--batch", "3"}));
   EXPECT_EQ(batch.status, 2);
@@ -101,6 +149,26 @@ TEST_F(CommandRanks, ThatWereGivenDifferentConfigurationsSayWhichDiffersInWhat) 
   EXPECT_NE(result.status, 0);
   EXPECT_THAT(result.error, HasSubstr("optimizer"));
   EXPECT_THAT(result.error, HasSubstr("0.25"));
+}
+
+TEST_F(CommandRanks, EndWithTwoWhereOneOfThemRefusesWhoeverEndsFirst) {
+  for (const bool first_refuses : {true, false}) {
+    const std::vector<std::string> all = train(1, {});
+    const std::vector<std::string> mine(all.begin() + 5, all.end());
+    std::vector<std::string> arguments(all.begin(), all.begin() + 5);
+    for (const bool refuses : {first_refuses, !first_refuses}) {
+      if (arguments.size() > 5) arguments.insert(arguments.end(), {":", "-n", "1"});
+      arguments.insert(arguments.end(), mine.begin(), mine.end());
+      if (refuses) arguments.insert(arguments.end(), {"--batch", "3"});
+    }
+    const auto result = run_program(arguments);
+    EXPECT_EQ(result.status, 2) << result.error;
+    EXPECT_THAT(result.error, HasSubstr("--batch 3 does not divide"));
+  }
+  // All refuse: some hear of it from others before they see it themselves.
+  const auto result = run_program(train(4, {"--batch", "4", "--set", "budget.device=4KiB"}));
+  EXPECT_EQ(result.status, 2) << result.error;
+  EXPECT_THAT(result.error, HasSubstr("smallest budget.device: "));
 }
 
 TEST_F(CommandRanks, MeasureCollectivesWithTheBandwidthOfABus) {
