@@ -89,6 +89,34 @@ TEST_F(RankExplorerTest, CoversThreeStepsWithMinimalSlots) {
   }
 }
 
+// Units with communicators of their own: on one rank each. The other units' collectives stay in one order, however far
+// the ranks drift apart between them.
+TEST_F(RankExplorerTest, CoversUnitsThatARankHasToItself) {
+  for (const Timing timing : kTimings) {
+    for (const Tier parameters : kTiers) {
+      for (Index units = 1; units <= 3; ++units) {
+        for (Index own = 0; own < units; ++own) {
+          for (const bool both : {false, true}) {
+            if (both && units < 3) continue;
+            for (int discarded = 0; discarded < (timing == Timing::eager ? 1 : 3); ++discarded) {
+              Shape shape;
+              shape.units = units;
+              shape.parameters = parameters;
+              Plan plan = start_plan(shape, timing, 1);
+              share_among(plan, own, 1);
+              if (both) share_among(plan, (own + 1) % units, 1);
+              expect_default_pass(plan, 1);
+              plan.text += ", unit " + std::to_string(own) + (both ? " and the next" : "") + " of one rank";
+              three_steps(plan, 1, discarded);
+              cover(plan);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 // The reduction is sound by argument; here is that it is made as argued: each rank is seen in the same states.
 TEST_F(RankExplorerTest, LeavesOutNoStateOfAnyRankWhereItLeavesOutOrders) {
   std::uint64_t all_states = 0, reduced_states = 0;

@@ -16,17 +16,18 @@ std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
   return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
 }
 
-TEST(RankProperties, RandomPlansEndWithTheSameCollectivesAndEveryChunkUpdatedOnceForEachDecision) {
+void run_seeds(std::uint64_t seeds, bool groups, const char* name) {
   const std::uint64_t one = from_environment("BALLAST_SEED", ~0ull);
-  const std::uint64_t seeds = from_environment("BALLAST_SEEDS", 2'000);
+  seeds = from_environment("BALLAST_SEEDS", seeds);
   std::uint64_t tasks = 0, collectives = 0, deviations = 0;
   for (std::uint64_t seed = one == ~0ull ? 0 : one; seed < (one == ~0ull ? seeds : one + 1); ++seed) {
     RandomPlanOptions options;
     options.ranks = static_cast<Index>(2 + seed % 3);
+    options.groups = groups;
     const Plan plan = random_plan(seed, options);
     const RankRun run = run_ranks(plan, seed);
-    ASSERT_EQ(run.failure, "") << "repeat with: BALLAST_SEED=" << seed
-                               << " schedule_ranks_test --gtest_filter='*EachDecision'";
+    ASSERT_EQ(run.failure, "") << "repeat with: BALLAST_SEED=" << seed << " schedule_ranks_test --gtest_filter='*"
+                               << name << "'";
     tasks += run.tasks;
     collectives += run.collectives;
     deviations += run.deviations;
@@ -34,6 +35,12 @@ TEST(RankProperties, RandomPlansEndWithTheSameCollectivesAndEveryChunkUpdatedOnc
   std::printf("%llu tasks, %llu collectives, %llu deviations from the trace\n", static_cast<unsigned long long>(tasks),
               static_cast<unsigned long long>(collectives), static_cast<unsigned long long>(deviations));
 }
+
+TEST(RankProperties, RandomPlansEndWithTheSameCollectivesAndEveryChunkUpdatedOnceForEachDecision) {
+  run_seeds(2'000, false, "EachDecision");
+}
+
+TEST(RankProperties, SoTheyDoWhereSomeUnitsAreSharedByFewerRanks) { run_seeds(1'000, true, "FewerRanks"); }
 
 }  // namespace
 }  // namespace ballast::simulate

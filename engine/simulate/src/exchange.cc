@@ -39,19 +39,30 @@ std::string Exchange::start(Index rank, const Action& action, std::vector<Conten
   return differs;
 }
 
+const Exchange::Record& Exchange::under_way(Index rank, std::size_t kind) const {
+  const Kind& mine = parties_[rank].kinds[kind];
+  BALLAST_CHECK(mine.started > mine.finished);
+  return mine.records[mine.finished - ended_by_all(kind)];
+}
+
 bool Exchange::may_finish(Index rank, Task task) const {
   if (mirrored_) return true;
   const std::size_t kind = kind_of(task);
   const std::uint64_t number = parties_[rank].kinds[kind].finished;
-  return std::all_of(parties_.begin(), parties_.end(), [&](const Party& p) { return p.kinds[kind].started > number; });
+  const Index ranks = ranks_of(under_way(rank, kind).unit);
+  const auto first = parties_.begin() + rank / ranks * ranks;
+  return std::all_of(first, first + ranks, [&](const Party& p) { return p.kinds[kind].started > number; });
 }
 
 void Exchange::collect(Index rank, Task task, std::vector<const std::vector<Content>*>& brought) const {
   const std::size_t kind = kind_of(task);
   const std::uint64_t at = parties_[rank].kinds[kind].finished - ended_by_all(kind);
   brought.clear();
-  for (Index i = 0; i < ranks_; ++i) {
-    brought.push_back(&parties_[mirrored_ ? rank : (rank + i) % ranks_].kinds[kind].records[at].brought);
+  const Index ranks = ranks_of(under_way(rank, kind).unit);
+  const Index first = rank / ranks * ranks;
+  for (Index i = 0; i < ranks; ++i) {
+    const Index other = first + (rank - first + i) % ranks;
+    brought.push_back(&parties_[mirrored_ ? rank : other].kinds[kind].records[at].brought);
   }
 }
 

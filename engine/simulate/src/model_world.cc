@@ -251,7 +251,7 @@ std::vector<Content> ModelWorld::start_collective(const Action& action) {
   const schedule::Unit& u = plan_->units[action.unit];
   std::vector<Content> brought;
   const bool gather = action.task == Task::gather;
-  const Index shards = shards_of(*plan_, u);
+  const Index shards = shards_of(*plan_, action.unit);
   for (Index i = 0; i < u.chunk_count; ++i) {
     const Index c = u.first_chunk + i;
     if (gather) {
@@ -288,7 +288,7 @@ void ModelWorld::finish_collective(std::size_t index, std::span<const std::vecto
   const Action action = in_flight_[index].action;
   in_flight_.erase(in_flight_.begin() + static_cast<std::ptrdiff_t>(index));
   const schedule::Unit& u = plan_->units[action.unit];
-  const Index shards = shards_of(*plan_, u);
+  const Index shards = shards_of(*plan_, action.unit);
   const auto write = [&](std::uint32_t place, const Content& content) {
     --writers_[place];
     places_[place] = content;
@@ -319,7 +319,7 @@ void ModelWorld::start_compute(Index unit, std::uint64_t parameters, std::uint64
   const schedule::Unit& u = plan_->units[unit];
   for (Index i = 0; i < u.chunk_count; ++i) {
     const Index c = u.first_chunk + i;
-    for (Index s = 0; s < shards_of(*plan_, u); ++s) {
+    for (Index s = 0; s < shards_of(*plan_, unit); ++s) {
       if (reads) {
         const std::uint32_t place = parameters_place(u, parameters, i, s);
         expect(places_[place], parameters_of(c + s * chunk_count_, truth_[c].version), "compute");
@@ -335,7 +335,7 @@ void ModelWorld::finish_compute(Index unit, std::uint64_t parameters, std::uint6
   const schedule::Unit& u = plan_->units[unit];
   for (Index i = 0; i < u.chunk_count; ++i) {
     const Index c = u.first_chunk + i;
-    for (Index s = 0; s < shards_of(*plan_, u); ++s) {
+    for (Index s = 0; s < shards_of(*plan_, unit); ++s) {
       if (reads) {
         const std::uint32_t place = parameters_place(u, parameters, i, s);
         expect(places_[place], parameters_of(c + s * chunk_count_, truth_[c].version), "end of compute");
@@ -365,7 +365,7 @@ void ModelWorld::commit(Index unit, std::uint64_t gradients, std::span<const boo
     if (!plan_->chunks[c].trainable) continue;
     // What the scratch holds is this contribution: the next bit. An absent one is zeros.
     const std::uint32_t bit = contributes[i] ? static_cast<std::uint32_t>(std::popcount(truth.mask)) : 32;
-    for (Index s = 0; s < shards_of(*plan_, u); ++s) {
+    for (Index s = 0; s < shards_of(*plan_, unit); ++s) {
       Content& scratch = places_[cell(gradients + s * u.chunk_count + i)];
       if (contributes[i]) expect(scratch, scratch_of(u, c + s * chunk_count_, 1), "commit");
       scratch = scratch_of(u, c + s * chunk_count_, contributes[i] ? 1u << bit : 0);

@@ -204,6 +204,15 @@ Plan make_plan(const Shape& shape, Timing timing) {
   return plan;
 }
 
+void share_among(Plan& plan, Index unit, Index ranks) {
+  if (plan.unit_ranks.empty()) plan.unit_ranks.assign(plan.units.size(), plan.ranks);
+  plan.unit_ranks[unit] = ranks;
+  Unit& u = plan.units[unit];
+  u.gathered = u.gathered && ranks > 1;
+  if (u.parameter_bytes > 0) u.parameter_bytes = u.chunk_count * shards_of(plan, unit);
+  if (u.gradient_bytes > 0) u.gradient_bytes = u.chunk_count * shards_of(plan, unit);
+}
+
 void expect_default_pass(Plan& plan, Index passes) {
   Plan usual = plan;
   usual.program.clear();

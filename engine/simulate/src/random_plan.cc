@@ -14,10 +14,12 @@ namespace {
 
 class Draw {
  public:
-  Draw(std::uint64_t seed, const RandomPlanOptions& options) : random_(seed), options_(options) {}
+  Draw(std::uint64_t seed, const RandomPlanOptions& options)
+      : random_(seed), groups_(base::mix(seed + 0x6709)), options_(options) {}
 
   Plan plan() {
     draw_units();
+    if (options_.groups) draw_groups();
     draw_limits();
     usual_style_ = draw_style(false);
     draw_orders(forward_, backward_, false);
@@ -70,8 +72,9 @@ class Draw {
       const bool frozen = several && one_in(12);
       unit.gathered = several && !whole;
       unit.reduced = several && !frozen;
-      unit.parameter_bytes = of_unit == Tier::device ? 0 : unit.chunk_count * shards_of(plan_, unit);
-      unit.gradient_bytes = frozen ? 0 : unit.chunk_count * shards_of(plan_, unit);
+      const Index shards = unit.gathered ? plan_.ranks : 1;
+      unit.parameter_bytes = of_unit == Tier::device ? 0 : unit.chunk_count * shards;
+      unit.gradient_bytes = frozen ? 0 : unit.chunk_count * shards;
       unit.stored_gradients = several || !(plan_.timing == Timing::eager && plan_.expected_passes == 1 &&
                                            of_unit != Tier::device && one_in(2));
       for (Index i = 0; i < unit.chunk_count; ++i) {
@@ -89,6 +92,14 @@ class Draw {
       plan_.units.push_back(unit);
     }
     tied_ = units > 1 && one_in(4) && plan_.units[0].stored_gradients;
+  }
+
+  void draw_groups() {
+    base::Random random = groups_;  // of its own: a seed's plan is the same with groups and without
+    for (Index u = 0; u < plan_.units.size(); ++u) {
+      const auto ranks = static_cast<Index>(1 + random.below(plan_.ranks));
+      if (plan_.ranks % ranks == 0) share_among(plan_, u, ranks);
+    }
   }
 
   void draw_limits() {
@@ -254,7 +265,7 @@ class Draw {
     if (one_in(3)) plan_.slab_bytes += below(3 * needed + 1);
   }
 
-  base::Random random_;
+  base::Random random_, groups_;
   RandomPlanOptions options_;
   Plan plan_;
   Style usual_style_;

@@ -144,7 +144,7 @@ class RankExplorer {
 
 }  // namespace
 
-RankGroup::RankGroup(const Plan& plan, const RankOptions& options) : exchange_(plan.ranks) {
+RankGroup::RankGroup(const Plan& plan, const RankOptions& options) : exchange_(plan.ranks, false, plan.unit_ranks) {
   trainers_.reserve(plan.ranks);
   for (Index r = 0; r < plan.ranks; ++r) trainers_.emplace_back(plan, r, options);
   for (RankTrainer& trainer : trainers_) trainer.begin(exchange_);

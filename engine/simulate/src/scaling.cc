@@ -197,7 +197,7 @@ Plan scaling_plan(const ScalingCase& scaling, Index world_size) {
   limits.jobs = 32 * scaling.units + 64;
   plan.run_ahead = 1000;
   expect_default_pass(plan, scaling.micro_batches);
-  plan.slab_bytes += scaling.spare_units * shards_of(plan, plan.units[0]);
+  plan.slab_bytes += scaling.spare_units * shards_of(plan, 0);
   ProgramWriter writer(plan);
   for (Index s = 0; s < scaling.steps; ++s) writer.step(scaling.micro_batches, true);
   writer.settle();

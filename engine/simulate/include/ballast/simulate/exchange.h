@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace ballast::simulate {
@@ -15,13 +16,16 @@ namespace ballast::simulate {
 class Exchange {
  public:
   // mirrored: only the first rank is there, and the others are taken to do the same at once.
-  explicit Exchange(Index ranks, bool mirrored = false) : mirrored_(mirrored), ranks_(ranks), parties_(ranks) {}
+  // unit_ranks: as in Plan.
+  explicit Exchange(Index ranks, bool mirrored = false, std::vector<Index> unit_ranks = {})
+      : mirrored_(mirrored), ranks_(ranks), unit_ranks_(std::move(unit_ranks)), parties_(ranks) {}
 
   // A rank begins its next collective of the task's kind. Returns what differs from another rank's; empty: nothing.
-  // From here on the bytes that a rank brings are on their way: a rank may end it once all have begun.
+  // From here on the bytes that a rank brings are on their way: a rank may end it once all that share the unit have
+  // begun.
   std::string start(Index rank, const schedule::Action& action, std::vector<Content> brought);
   bool may_finish(Index rank, schedule::Task task) const;
-  // What every rank brought, from this rank on upward.
+  // What every rank that shares the unit brought, from this rank on upward.
   void collect(Index rank, schedule::Task task, std::vector<const std::vector<Content>*>& brought) const;
   void finish(Index rank, schedule::Task task);
 
@@ -50,9 +54,12 @@ class Exchange {
   };
   static std::size_t kind_of(schedule::Task task) { return task == schedule::Task::gather ? 0 : 1; }
   std::uint64_t ended_by_all(std::size_t kind) const;
+  const Record& under_way(Index rank, std::size_t kind) const;
+  Index ranks_of(Index unit) const { return unit_ranks_.empty() ? ranks_ : unit_ranks_[unit]; }
 
   bool mirrored_ = false;
   Index ranks_ = 1;
+  std::vector<Index> unit_ranks_;
   std::vector<Party> parties_;
 };
 

@@ -56,6 +56,9 @@ struct Plan {
   Index ranks = 1;  // each stores its own chunks; all ranks have the same plan, tiers included
   std::vector<schedule::Chunk> chunks;
   std::vector<schedule::Unit> units;
+  // Per unit: how many ranks share it, those of equal rank / number (units with communicators of their own). Empty: all
+  // ranks every one.
+  std::vector<Index> unit_ranks;
   schedule::Limits limits;
   std::uint64_t slab_bytes = 0;
   Timing timing = Timing::just_in_time;
@@ -68,8 +71,12 @@ struct Plan {
   std::string text;            // what it is, for messages
 };
 
-// Shards of a unit's parameters and gradients on the device: one for each rank, where they are partitioned.
-inline Index shards_of(const Plan& plan, const schedule::Unit& unit) { return unit.gathered ? plan.ranks : 1; }
+// Shards of a unit's parameters and gradients on the device: one for each rank that shares it, where it is partitioned.
+inline Index shards_of(const Plan& plan, Index unit) {
+  return !plan.units[unit].gathered ? 1 : plan.unit_ranks.empty() ? plan.ranks : plan.unit_ranks[unit];
+}
+// Gives a unit to groups of so many ranks (which divide all), and its openings their sizes.
+void share_among(Plan& plan, Index unit, Index ranks);
 
 // The trace of a pass: program[begin, end) from after begin_pass to before end_pass.
 std::vector<Access> record_pass(const std::vector<Operation>& program, std::size_t begin, std::size_t end);
