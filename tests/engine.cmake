@@ -25,6 +25,11 @@ ballast_add_test(engine_stress_test LABEL stress TIMEOUT 600 SOURCES stress/engi
   stress/allocation_counter.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(engine_stress_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
+ballast_add_test(unit_communicators_test LABEL integration TIMEOUT 600
+  SOURCES integration/unit_communicators_test.cc integration/unit_communicators_failure_test.cc
+  integration/other_engines_test.cc
+  LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
+target_include_directories(unit_communicators_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
 ballast_add_test(ranks_test LABEL integration TIMEOUT 900 SOURCES integration/ranks_test.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(ranks_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)

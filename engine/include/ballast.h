@@ -95,7 +95,8 @@ typedef struct ballast_parameter_spec {
   size_t dimensions;    /* 0: a scalar */
   int group;
   ballast_data_type dtype;
-  int frozen; /* never updated, no optimizer states */
+  int frozen;      /* never updated, no optimizer states */
+  int not_in_norm; /* another engine counts its gradient in the global norm (ParameterOptions::in_norm) */
 } ballast_parameter_spec;
 
 typedef struct ballast_expected_access {
@@ -106,7 +107,7 @@ typedef struct ballast_expected_access {
   int open_through;
 } ballast_expected_access;
 
-/* The configuration is copied; environment may be null. A device or communicator of the trainer's own needs C++. */
+/* The configuration is copied; environment may be null. A device or communicators of the trainer's own need C++. */
 BALLAST_API ballast_status ballast_engine_create(const ballast_config* config, const ballast_environment* environment,
                                                  ballast_engine** engine);
 BALLAST_API void ballast_engine_close(ballast_engine* engine); /* drains; nothing is left in flight */
@@ -180,6 +181,11 @@ BALLAST_API ballast_status ballast_pass_end(ballast_pass* pass);
 BALLAST_API void ballast_pass_close(ballast_pass* pass); /* ends it where the trainer did not */
 BALLAST_API ballast_status ballast_step_loss_scale(const ballast_step* step, double* scale);
 BALLAST_API ballast_status ballast_step_finish_backward(ballast_step* step, ballast_gradient_norm* norm);
+/* Adds to *norm_squared what other engines have found, and sets *finite to 0 where it is 0 on any of them. Another
+   result than 0 ends the call with BALLAST_ERROR_OTHER. */
+typedef int (*ballast_add_others)(void* context, double* norm_squared, int* finite);
+BALLAST_API ballast_status ballast_step_finish_backward_with(ballast_step* step, ballast_add_others add_others,
+                                                             void* context, ballast_gradient_norm* norm);
 BALLAST_API ballast_status ballast_step_update(ballast_step* step);
 BALLAST_API ballast_status ballast_step_discard(ballast_step* step);
 BALLAST_API void ballast_step_close(ballast_step* step); /* discards where it is not updated */

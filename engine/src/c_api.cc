@@ -193,6 +193,18 @@ void hand_out(const Tensor& tensor, ballast_tensor* to) {
            to);
 }
 
+void finish_backward(ballast_step* step, const AddOthers& add_others, ballast_gradient_norm* norm) {
+  check_size(given(norm, "norm").struct_size, "gradient norm");
+  GradientNorm result = given(step, "step").value.finish_backward(add_others);
+  step->non_finite_parameter = std::move(result.non_finite_parameter);
+  hand_out(ballast_gradient_norm{.struct_size = 0,
+                                 .value = result.value,
+                                 .finite = result.finite ? 1 : 0,
+                                 .clip_factor = result.clip_factor,
+                                 .non_finite_parameter = step->non_finite_parameter.c_str()},
+           norm);
+}
+
 ParameterId id_of(ballast_parameter_id id) { return {id.unit, id.index}; }
 
 std::span<float> values_of(float* values, std::size_t count) {
@@ -271,6 +283,7 @@ ballast_status ballast_engine_add_unit(ballast_engine* engine, const char* name,
       spec.options.group = in.group;
       if (in.dtype != BALLAST_DEFAULT_TYPE) spec.options.dtype = data_type(in.dtype);
       spec.options.trainable = in.frozen == 0;
+      spec.options.in_norm = in.not_in_norm == 0;
       specs.push_back(std::move(spec));
     }
     *unit = {given(engine, "engine").value.add_unit(&given(name, "name"), std::move(specs)).index};
@@ -337,16 +350,19 @@ ballast_status ballast_step_loss_scale(const ballast_step* step, double* scale) 
   return guarded([&] { given(scale, "scale") = given(step, "step").value.loss_scale(); });
 }
 ballast_status ballast_step_finish_backward(ballast_step* step, ballast_gradient_norm* norm) {
+  return guarded([&] { finish_backward(step, {}, norm); });
+}
+ballast_status ballast_step_finish_backward_with(ballast_step* step, ballast_add_others add_others, void* context,
+                                                 ballast_gradient_norm* norm) {
   return guarded([&] {
-    check_size(given(norm, "norm").struct_size, "gradient norm");
-    GradientNorm result = given(step, "step").value.finish_backward();
-    step->non_finite_parameter = std::move(result.non_finite_parameter);
-    hand_out(ballast_gradient_norm{.struct_size = 0,
-                                   .value = result.value,
-                                   .finite = result.finite ? 1 : 0,
-                                   .clip_factor = result.clip_factor,
-                                   .non_finite_parameter = step->non_finite_parameter.c_str()},
-             norm);
+    given(add_others, "add_others");
+    const auto add = [&](GradientTotal& total) {
+      int finite = total.finite ? 1 : 0;
+      const int result = add_others(context, &total.norm_squared, &finite);
+      if (result != 0) throw Error("C interface: the add_others callback returned " + std::to_string(result));
+      total.finite = finite != 0;
+    };
+    finish_backward(step, add, norm);
   });
 }
 ballast_status ballast_step_update(ballast_step* step) {

@@ -134,9 +134,9 @@ double Step::loss_scale() const {
   return engine_->loss_scale();
 }
 
-GradientNorm Step::finish_backward() {
+GradientNorm Step::finish_backward(const AddOthers& add_others) {
   if (engine_ == nullptr) throw UsageError("this step is over");
-  return engine_->finish_backward();
+  return engine_->finish_backward(add_others);
 }
 
 void Step::update() {
@@ -158,8 +158,8 @@ Engine::Engine(const Config& config, EngineEnvironment environment)
 Engine::~Engine() = default;
 Engine::Engine(Engine&&) noexcept = default;
 
-UnitId Engine::add_unit(std::string name, std::vector<ParameterSpec> parameters) {
-  return implementation_->add_unit(std::move(name), std::move(parameters));
+UnitId Engine::add_unit(std::string name, std::vector<ParameterSpec> parameters, UnitOptions options) {
+  return implementation_->add_unit(std::move(name), std::move(parameters), std::move(options));
 }
 ParameterId Engine::parameter(UnitId unit, std::string_view name) const {
   return implementation_->parameter(unit, name);

@@ -31,7 +31,7 @@ class EngineImplementation {
   ~EngineImplementation();
 
   // The public class by the same name says what each does.
-  UnitId add_unit(std::string name, std::vector<ParameterSpec> parameters);
+  UnitId add_unit(std::string name, std::vector<ParameterSpec> parameters, UnitOptions options);
   ParameterId parameter(UnitId unit, std::string_view name) const;
   void expect_order(std::vector<ExpectedAccess> accesses, int micro_batches);
   void commit();
@@ -62,7 +62,7 @@ class EngineImplementation {
   void discard_gradients(std::uint64_t lease);
 
   double loss_scale() const { return loss_scaler_.scale(); }
-  GradientNorm finish_backward();
+  GradientNorm finish_backward(const AddOthers& add_others);
   void update();
   void discard();
   void abandon_step() noexcept;
@@ -140,6 +140,18 @@ class EngineImplementation {
     PassOptions options;
     std::uint64_t serial = 0;
   };
+  // A communicator that units name, and those at the same place on the other ranks: together they hold all ranks.
+  struct UnitCommunicator {
+    std::shared_ptr<Communicator> communicator;
+    std::vector<std::vector<std::uint32_t>> groups;  // ranks of the world: by first rank, and in the order of each
+  };
+  // Gradients whose squares go into the norm alike.
+  struct NormPart {
+    std::uint32_t communicator = 0;  // as in UnitLayout
+    double divisor = 1;              // the ranks' part of it
+    bool counted = true;             // false: only known to be finite
+    engine::Partition partition;
+  };
 
   bool forked() const;  // this is a child of the process that made the engine
   void require_committed() const;
@@ -163,12 +175,22 @@ class EngineImplementation {
   void top_up(Lock& lock);
   bool several_ranks() const { return plan_.world_size > 1; }
   void agree_on_start();
+  void meet_unit_communicators();
+  void forget_whole_worlds();
+  std::uint32_t communicator_number(const std::string& unit, const UnitOptions& options);
+  std::uint32_t check_members(std::uint32_t number, std::uint64_t world);
+  static std::string parameters_text(const engine::UnitSpec& unit, bool names);
   void check_machine_memory();
-  void agree_on_presence();
+  void agree_on_presence(bool adds);
   void gather_elements(ParameterId id, std::int64_t first_element, std::span<float> values);
   void agree_on_name(std::string& name);
-  double local_square_sum() const;
-  double gradient_divisor() const;
+  void sort_norm_parts();
+  void sum_locally();
+  double sum_over_ranks(std::size_t part) const;
+  GradientNorm global_norm(const AddOthers& add_others);
+  void agree_on_total(GradientTotal& total);
+  double rank_divisor(std::uint32_t unit) const;
+  double gradient_divisor(double ranks) const;
   schedule::Index append(std::uint32_t unit, bool gradient, std::uint64_t offset, const engine::Trace* trace,
                          std::size_t index, bool next_step, bool last_pass, bool leased);
   void force_updates(Lock& lock, std::uint32_t unit);
@@ -179,6 +201,7 @@ class EngineImplementation {
   static void on_release(void* self, std::uint64_t lease);
   static void on_commit(void* self, std::uint64_t lease);
   void committed(std::uint64_t lease_id);
+  bool contributed_to(std::uint32_t unit) const;
   void prepare_update(std::uint32_t unit, double gradient_scale);
   double learning_rate(int group) const;
   double weight_decay(int group) const;
@@ -193,6 +216,8 @@ class EngineImplementation {
   std::shared_ptr<Communicator> communicator_;
   int owner_process_ = 0;
   std::shared_ptr<Communicator> shard_communicator_;  // the ranks that hold one copy of everything together
+  std::vector<UnitCommunicator> unit_communicators_;  // UnitSpec::communicator - 1 is the place
+  std::vector<std::optional<double>> divisors_;       // per unit, as given
   std::vector<engine::UnitSpec> specs_;
   std::set<std::string> unit_names_;
   std::vector<ExpectedAccess> expected_order_;
@@ -202,6 +227,9 @@ class EngineImplementation {
   engine::Plan plan_;
   std::vector<UnitState> units_;
   std::vector<std::uint8_t> chunk_contributed_;  // in the running step
+  std::vector<NormPart> norm_parts_;             // the same on all ranks
+  std::vector<std::uint32_t> chunk_parts_;       // per chunk: its part of the norm
+  std::vector<double> local_sums_, all_sums_;    // per part; of all ranks
   engine::LossScaler loss_scaler_;
 
   std::vector<std::unique_ptr<offload::Stream>> streams_;

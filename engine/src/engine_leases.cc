@@ -434,7 +434,7 @@ void EngineImplementation::committed(std::uint64_t id) {
       if (contributes) chunk_contributed_[unit.first_chunk + i] = 1;
     }
     const bool eager = lease.last && plan_.timing == Timing::eager;
-    if (eager) prepare_update(lease.unit, 1.0 / gradient_divisor());
+    if (eager) prepare_update(lease.unit, 1.0 / gradient_divisor(rank_divisor(lease.unit)));
     scheduler.commit_gradients(lease.entry, {state.contributes.get(), unit.chunk_count}, lease.last, eager);
     if (eager && !several_ranks()) {  // several ranks: in update(), where all of them are at the same point
       const bool queued = scheduler.append_eager_updates(lease.unit);

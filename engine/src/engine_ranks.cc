@@ -1,5 +1,5 @@
 // What several ranks agree on: at the start what they were given, that the memory of a machine holds all its ranks; per
-// step the norm, and which parameters have a gradient.
+// step which parameters have a gradient. And values that each rank holds a part of.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/size.h>
 #include <ballast/communicators/agreement.h>
@@ -7,13 +7,16 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <nlohmann/json.hpp>
 
 #include "engine_implementation.h"
 
 namespace ballast {
+
+using engine::ParameterLayout;
+using engine::UnitLayout;
 
 namespace {
 
@@ -40,16 +43,22 @@ void EngineImplementation::agree_on_start() {
   for (const auto& [key, value] : configuration.items()) {
     if (key != "nvme" && key != "threads") values.push_back({"configuration key " + key, value.dump()});
   }
-  for (const engine::UnitSpec& unit : specs_) {
+  for (std::size_t u = 0; u < specs_.size(); ++u) {
+    const engine::UnitSpec& unit = specs_[u];
+    const bool own = unit.communicator != 0;
     std::string text;
-    for (const ParameterSpec& parameter : unit.parameters) {
-      text += parameter.name + " (";
-      for (const std::int64_t dimension : parameter.shape) text += std::to_string(dimension) + " ";
-      text += "group " + std::to_string(parameter.options.group);
-      if (parameter.options.dtype) text += ", dtype " + std::string(to_string(*parameter.options.dtype));
-      text += parameter.options.trainable ? ") " : ", frozen) ";
+    if (own) {
+      text = "communicator " + std::to_string(unit.communicator) + ", of " +
+             std::to_string(unit_communicators_[unit.communicator - 1].communicator->world_size()) + " ranks: ";
     }
-    values.push_back({"unit " + unit.name, text});
+    if (divisors_[u]) {
+      char divisor[64];
+      std::snprintf(divisor, sizeof divisor, "gradient_divisor %.17g: ", *divisors_[u]);
+      text += divisor;
+    }
+    // Names may differ where the members do; those are compared among them.
+    values.push_back({own ? "unit " + std::to_string(u) + ", with a communicator of its own" : "unit " + unit.name,
+                      text + parameters_text(unit, !own)});
   }
   std::string order = std::to_string(expected_micro_batches_) + " micro-batches:";
   for (const ExpectedAccess& access : expected_order_) {
@@ -88,35 +97,32 @@ void EngineImplementation::check_machine_memory() {
   }
 }
 
-// The order of the sum is that of shards, units and blocks, whatever the order of arrival and whoever stores them.
-double EngineImplementation::local_square_sum() const {
-  double sum = 0;
-  for (std::uint32_t shard = 0; shard < plan_.partition.world_size; ++shard) {
-    if (!plan_.partition.stores(shard)) continue;
-    double shard_sum = 0;
-    for (std::uint32_t c = 0; c < chunk_contributed_.size(); ++c) {
-      if (!chunk_contributed_[c] || plan_.layout.chunks[c].shard != shard) continue;
-      for (double block : executor_->block_sums(c)) shard_sum += block;
-    }
-    sum += shard_sum;
-  }
-  return sum;
-}
-
-// A parameter has a gradient where any rank has one. One small exchange as long as none is absent anywhere.
-void EngineImplementation::agree_on_presence() {
+// A parameter has a gradient where any rank of its unit has one. One small exchange as long as none is absent anywhere.
+// adds: finish_backward has been given a function; so has every rank then.
+void EngineImplementation::agree_on_presence(bool adds) {
   const auto any_absent = [](const UnitState& unit) {
     return unit.trainable && std::find(unit.present.begin(), unit.present.end(), 0) != unit.present.end();
   };
-  double absent = std::any_of(units_.begin(), units_.end(), any_absent) ? 1 : 0;
-  communicator_->all_reduce_sum({&absent, 1});
-  if (absent == 0) return;
-  std::vector<double> present;
-  for (const UnitState& unit : units_) present.insert(present.end(), unit.present.begin(), unit.present.end());
-  communicator_->all_reduce_sum(present);
-  std::size_t at = 0;
-  for (UnitState& unit : units_) {
-    for (std::uint8_t& each : unit.present) each = present[at++] > 0 ? 1 : 0;
+  double flags[2] = {std::any_of(units_.begin(), units_.end(), any_absent) ? 1.0 : 0.0, adds ? 1.0 : 0.0};
+  communicator_->all_reduce_sum(flags);
+  if (flags[1] != 0 && flags[1] != communicator_->world_size()) {
+    throw UsageError("finish_backward was given a function that adds what other engines have on " +
+                     std::to_string(static_cast<int>(flags[1])) + " of " + std::to_string(communicator_->world_size()) +
+                     " ranks; give it on all or on none");
+  }
+  if (flags[0] == 0) return;
+  for (std::uint32_t number = 0; number <= unit_communicators_.size(); ++number) {
+    std::vector<double> present;
+    const auto each_parameter = [&](const auto& visit) {
+      for (std::size_t u = 0; u < units_.size(); ++u) {
+        if (plan_.layout.units[u].communicator != number) continue;
+        for (std::uint8_t& each : units_[u].present) visit(each);
+      }
+    };
+    each_parameter([&](std::uint8_t& each) { present.push_back(each); });
+    (number == 0 ? *communicator_ : *unit_communicators_[number - 1].communicator).all_reduce_sum(present);
+    std::size_t at = 0;
+    each_parameter([&](std::uint8_t& each) { each = present[at++] > 0 ? 1 : 0; });
   }
 }
 
@@ -126,6 +132,29 @@ void EngineImplementation::agree_on_name(std::string& name) {
     if (text.empty()) continue;
     name = text;
     return;
+  }
+}
+
+// Completes a range of a parameter of which this rank has filled in the elements that it stores.
+void EngineImplementation::gather_elements(ParameterId id, std::int64_t first_element, std::span<float> values) {
+  const UnitLayout& unit = plan_.layout.units[id.unit];
+  if (unit.partition.world_size == 1 || unit.partition.all_shards) return;
+  Communicator& communicator =
+      unit.communicator == 0 ? *shard_communicator_ : *unit_communicators_[unit.communicator - 1].communicator;
+  const ParameterLayout& parameter = unit.parameters[id.index];
+  const auto section = std::find_if(unit.sections.rbegin(), unit.sections.rend(),
+                                    [&](const engine::Section& each) { return each.begin <= parameter.begin; });
+  constexpr std::size_t kPiece = std::size_t{256} << 10;  // elements
+  std::vector<float> all;
+  for (std::size_t begin = 0; begin < values.size(); begin += kPiece) {
+    const std::span<float> piece = values.subspan(begin, std::min(kPiece, values.size() - begin));
+    all.resize(piece.size() * unit.partition.world_size);
+    communicator.all_gather(std::as_bytes(piece), std::as_writable_bytes(std::span<float>(all)));
+    for (std::size_t i = 0; i < piece.size(); ++i) {
+      const std::uint64_t element =
+          parameter.begin - section->begin + static_cast<std::uint64_t>(first_element) + begin + i;
+      piece[i] = all[element / section->shard_elements * piece.size() + i];
+    }
   }
 }
 

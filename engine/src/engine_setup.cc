@@ -142,7 +142,7 @@ void EngineImplementation::require_initialized() const {
   if (!initialized_) throw UsageError("the parameters have no values yet; call Engine::initialize first");
 }
 
-UnitId EngineImplementation::add_unit(std::string name, std::vector<ParameterSpec> parameters) {
+UnitId EngineImplementation::add_unit(std::string name, std::vector<ParameterSpec> parameters, UnitOptions options) {
   if (committed_) throw UsageError("unit " + name + " comes too late: Engine::commit has been called");
   if (unit_names_.count(name) > 0) throw UsageError("there is a unit named " + name + " already");
   std::map<std::string, std::uint32_t, std::less<>> names;
@@ -155,6 +155,7 @@ UnitId EngineImplementation::add_unit(std::string name, std::vector<ParameterSpe
                        "; a tied parameter is registered once and used twice");
     }
   }
+  const std::uint32_t communicator = communicator_number(name, options);
   UnitState& state = units_.emplace_back();
   state.trainable = trainable;
   state.names = std::move(names);
@@ -162,7 +163,8 @@ UnitId EngineImplementation::add_unit(std::string name, std::vector<ParameterSpe
   state.present.assign(parameters.size(), 0);
   state.requested.assign(parameters.size(), 0);
   unit_names_.insert(name);
-  specs_.push_back({std::move(name), std::move(parameters)});
+  specs_.push_back({std::move(name), std::move(parameters), communicator, {}});
+  divisors_.push_back(options.gradient_divisor);
   return {static_cast<std::uint32_t>(specs_.size() - 1)};
 }
 
@@ -188,6 +190,7 @@ void EngineImplementation::commit() {
   if (committed_) throw UsageError("Engine::commit has been called already");
   if (specs_.empty()) throw UsageError("Engine::commit without any unit");
   agree_on_start();
+  meet_unit_communicators();
   engine::PlanInputs inputs;
   inputs.micro_batches = expected_micro_batches_;
   inputs.world_size = communicator_->world_size();
@@ -274,8 +277,11 @@ void EngineImplementation::commit() {
     limits.jobs += static_cast<schedule::Index>(3 * jobs);
   }
 
+  engine::Executor::Communicators communicators = {communicator_.get()};
+  for (const UnitCommunicator& each : unit_communicators_) communicators.push_back(each.communicator.get());
   executor_ =
-      std::make_unique<engine::Executor>(plan_, config_, *device_, *communicator_, limits, environment_.log, hooks_);
+      std::make_unique<engine::Executor>(plan_, config_, *device_, communicators, limits, environment_.log, hooks_);
+  sort_norm_parts();
   for (std::size_t u = 0; u < units_.size(); ++u) {
     units_[u].contributes = std::make_unique<bool[]>(plan_.layout.units[u].chunk_count);
   }
@@ -375,27 +381,6 @@ void EngineImplementation::read(ParameterId id, std::int64_t first_element, std:
                                values.begin() + static_cast<std::ptrdiff_t>(done));
                  });
   gather_elements(id, first_element, values);
-}
-
-// Completes a range of a parameter of which this rank has filled in the elements that it stores.
-void EngineImplementation::gather_elements(ParameterId id, std::int64_t first_element, std::span<float> values) {
-  if (plan_.partition.world_size == 1 || plan_.partition.all_shards) return;
-  const UnitLayout& unit = plan_.layout.units[id.unit];
-  const ParameterLayout& parameter = unit.parameters[id.index];
-  const auto section = std::find_if(unit.sections.rbegin(), unit.sections.rend(),
-                                    [&](const engine::Section& each) { return each.begin <= parameter.begin; });
-  constexpr std::size_t kPiece = std::size_t{256} << 10;  // elements
-  std::vector<float> all;
-  for (std::size_t begin = 0; begin < values.size(); begin += kPiece) {
-    const std::span<float> piece = values.subspan(begin, std::min(kPiece, values.size() - begin));
-    all.resize(piece.size() * plan_.partition.world_size);
-    shard_communicator_->all_gather(std::as_bytes(piece), std::as_writable_bytes(std::span<float>(all)));
-    for (std::size_t i = 0; i < piece.size(); ++i) {
-      const std::uint64_t element =
-          parameter.begin - section->begin + static_cast<std::uint64_t>(first_element) + begin + i;
-      piece[i] = all[element / section->shard_elements * piece.size() + i];
-    }
-  }
 }
 
 void EngineImplementation::read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg,

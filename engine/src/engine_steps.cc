@@ -1,7 +1,6 @@
 // Steps and passes: what is declared, what is expected next, when updates are decided.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/check.h>
-#include <ballast/kernels/reduce.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,8 +9,6 @@
 
 namespace ballast {
 
-using engine::ChunkLayout;
-using engine::Segment;
 using engine::Trace;
 using engine::UnitLayout;
 
@@ -64,88 +61,6 @@ Step EngineImplementation::begin_step(StepOptions options) {
   return step;
 }
 
-GradientNorm EngineImplementation::finish_backward() {
-  if (!step_.active) throw UsageError("no step is running");
-  if (pass_.active) throw UsageError("finish_backward while a pass is open; end it first");
-  if (step_.finished_backward) return step_.norm;
-  if (step_.covered != step_.options.micro_batches) {
-    throw UsageError("the step declared " + std::to_string(step_.options.micro_batches) +
-                     " micro-batches and its passes covered " + std::to_string(step_.covered));
-  }
-  for (const auto& stream : streams_) stream->synchronize();
-  Lock lock(executor_->mutex());
-  executor_->wait(lock, [&] { return commits_pending_ == 0 && !executor_->scheduler().gradients_outstanding(); });
-  for (std::size_t u = 0; u < units_.size(); ++u) {
-    if (!units_[u].partial_open) continue;
-    throw UsageError("unit " + plan_.layout.units[u].name + " has partial gradients whose commit is missing");
-  }
-  double sum = local_square_sum();
-  GradientNorm norm;
-  if (several_ranks()) {
-    lock.unlock();
-    try {
-      if (config_.zero_stage > 0) shard_communicator_->all_reduce_sum({&sum, 1});
-      agree_on_presence();
-    } catch (...) {
-      executor_->fail(std::current_exception());
-      throw;
-    }
-    lock.lock();
-  }
-  norm.value = std::sqrt(sum) / gradient_divisor();
-  norm.finite = std::isfinite(sum);
-  if (!norm.finite) {
-    norm.non_finite_parameter = first_non_finite();
-    lock.unlock();
-    if (several_ranks()) agree_on_name(norm.non_finite_parameter);
-    lock.lock();
-  } else if (config_.optimizer.clip_global_norm && norm.value > *config_.optimizer.clip_global_norm) {
-    norm.clip_factor = *config_.optimizer.clip_global_norm / norm.value;
-  }
-  step_.norm = norm;
-  step_.finished_backward = true;
-  return norm;
-}
-
-// What the sum of the gradients over micro-batches and ranks is divided by.
-double EngineImplementation::gradient_divisor() const {
-  return static_cast<double>(step_.options.micro_batches) * plan_.world_size * loss_scaler_.scale();
-}
-
-std::string EngineImplementation::first_non_finite() const {
-  for (std::uint32_t c = 0; c < chunk_contributed_.size(); ++c) {
-    if (!chunk_contributed_[c]) continue;
-    const std::span<const double> sums = executor_->block_sums(c);
-    for (std::size_t b = 0; b < sums.size(); ++b) {
-      if (std::isfinite(sums[b])) continue;
-      const ChunkLayout& chunk = plan_.layout.chunks[c];
-      const UnitLayout& unit = plan_.layout.units[chunk.unit];
-      const std::uint64_t begin = b * kernels::kSumBlock;
-      const std::uint64_t end = begin + kernels::kSumBlock;
-      const std::byte* store = executor_->gradient_store(c);
-      std::vector<std::byte> fetched;
-      if (store != nullptr && !device_->host_addressable() && plan_.placement[c].gradients == Tier::device) {
-        fetched.resize(chunk.elements * element_bytes(config_.precision.gradients));
-        executor_->copy_from_device(fetched.data(), store, fetched.size());
-        store = fetched.data();
-      }
-      for (std::uint32_t s = chunk.first_segment; s < chunk.first_segment + chunk.segment_count; ++s) {
-        const Segment& segment = plan_.layout.segments[s];
-        const std::uint64_t from = std::max(begin, segment.begin);
-        const std::uint64_t to = std::min(end, segment.begin + segment.count);
-        if (from >= to) continue;
-        const bool finite =
-            store == nullptr ? false
-            : config_.precision.gradients == DataType::fp32
-                ? kernels::all_finite_fp32(reinterpret_cast<const float*>(store) + from, to - from)
-                : kernels::all_finite_bf16(reinterpret_cast<const std::uint16_t*>(store) + from, to - from);
-        if (!finite) return unit.name + "/" + unit.parameters[segment.parameter].name;
-      }
-    }
-  }
-  return "";
-}
-
 double EngineImplementation::learning_rate(int group) const {
   for (const GroupRate& rate : step_.options.group_rates) {
     if (rate.group == group) return rate.learning_rate;
@@ -158,6 +73,15 @@ double EngineImplementation::weight_decay(int group) const {
     if (rate.group == group && rate.weight_decay) return *rate.weight_decay;
   }
   return config_.optimizer.weight_decay;
+}
+
+// In the running step; what a unit without any still waits for is of an earlier one.
+bool EngineImplementation::contributed_to(std::uint32_t unit) const {
+  const UnitState& state = units_[unit];
+  const auto begin = chunk_contributed_.begin() + plan_.layout.units[unit].first_chunk;
+  const auto is_set = [](std::uint8_t each) { return each != 0; };
+  return std::any_of(state.present.begin(), state.present.end(), is_set) ||
+         std::any_of(begin, begin + plan_.layout.units[unit].chunk_count, is_set);
 }
 
 // The scalars of the unit's next update. Counts follow updates, not attempts.
@@ -180,17 +104,17 @@ void EngineImplementation::update() {
   if (!step_.active) throw UsageError("no step is running");
   if (!step_.finished_backward) throw UsageError("Step::update before Step::finish_backward");
   if (!step_.norm.finite) {
-    throw UsageError("gradients are not finite (first in " + step_.norm.non_finite_parameter + "); discard this step");
+    const std::string& name = step_.norm.non_finite_parameter;
+    throw UsageError("gradients are not finite (first in " + (name.empty() ? "another engine" : name) +
+                     "); discard this step");
   }
   Lock lock(executor_->mutex());
   executor_->check(lock);
   schedule::Scheduler& scheduler = executor_->scheduler();
   if (plan_.timing != Timing::eager) {
-    const double scale = step_.norm.clip_factor / gradient_divisor();
     for (std::uint32_t u = 0; u < units_.size(); ++u) {
-      if (std::any_of(units_[u].present.begin(), units_[u].present.end(), [](std::uint8_t p) { return p != 0; })) {
-        prepare_update(u, scale);
-      }
+      // Also where no gradient has come at all: with several ranks its update runs all the same, and changes nothing.
+      if (contributed_to(u)) prepare_update(u, step_.norm.clip_factor / gradient_divisor(rank_divisor(u)));
     }
   }
   scheduler.decide(true);

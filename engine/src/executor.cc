@@ -65,7 +65,7 @@ std::vector<schedule::Unit> schedule_units(const Plan& plan, std::uint64_t gradi
     s.parameter_bytes = on_device ? 0 : unit.device_bytes;
     s.gradient_bytes = unit.gradient_elements * gradient_bytes;
     s.stored_gradients = plan.stored_gradients[u];
-    s.gathered = plan.partition.world_size > 1 && plan.zero_stage > 0 && unit.chunk_count > 0;
+    s.gathered = unit.partition.world_size > 1 && plan.zero_stage > 0 && unit.chunk_count > 0;
     s.reduced = plan.world_size > 1 && unit.gradient_elements > 0;
     units.push_back(s);
   }
@@ -95,7 +95,7 @@ std::uint64_t Executor::now_ns() {
           .count());
 }
 
-Executor::Executor(const Plan& plan, const Config& config, offload::Device& device, Communicator& communicator,
+Executor::Executor(const Plan& plan, const Config& config, offload::Device& device, Communicators communicators,
                    const schedule::Limits& limits, Log log, const TestHooks* hooks)
     : plan_(plan),
       device_(device),
@@ -105,7 +105,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
       moment_type_(config.precision.moments == MomentType::bf16 ? kernels::ElementType::bf16
                                                                 : kernels::ElementType::fp32),
       gradient_bytes_(element_bytes(config.precision.gradients)),
-      communicator_(communicator),
+      communicators_(std::move(communicators)),
       scheduler_(schedule_chunks(plan, gradient_bytes_), schedule_units(plan, gradient_bytes_), limits) {
   const offload::Topology topology = offload::discover_topology();
   const int threads = config.threads.value_or(offload::default_thread_count(topology));
@@ -190,12 +190,20 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
   copy_in_ = device.make_stream("copy in");
   copy_out_ = device.make_stream("copy out");
   open_device();
-  if (communicator.world_size() > 1) {
-    const auto group = static_cast<int>(plan.rank / plan.partition.world_size);
-    gather_communicator_ = communicator.split(group);
-    reduce_communicator_ = communicator.split(group);
-    if (plan.partition.world_size < plan.world_size)
-      replica_communicator_ = communicator.split(static_cast<int>(plan.partition.rank));
+  if (plan.world_size > 1) {
+    for (Communicator* each : communicators_) {
+      Channels& channels = channels_.emplace_back();
+      if (each != communicators_.front()) {
+        channels.gather = each->duplicate();
+        channels.reduce = each->duplicate();
+        continue;
+      }
+      const auto group = static_cast<int>(plan.rank / plan.partition.world_size);
+      channels.gather = each->split(group);
+      channels.reduce = each->split(group);
+      if (plan.partition.world_size < plan.world_size)
+        channels.replicas = each->split(static_cast<int>(plan.partition.rank));
+    }
     gather_stream_ = device.make_stream("gather");
     reduce_stream_ = device.make_stream("reduce");
   }
@@ -240,9 +248,9 @@ void Executor::fail_locked(std::exception_ptr failure) {
     try {
       std::rethrow_exception(failure_);
     } catch (const std::exception& error) {
-      communicator_.abort(error.what());
+      for (Communicator* each : communicators_) each->abort(error.what());
     } catch (...) {
-      communicator_.abort("an exception of an unknown kind");
+      for (Communicator* each : communicators_) each->abort("an exception of an unknown kind");
     }
   }
   changed_.notify_all();
@@ -343,13 +351,14 @@ std::uint64_t Executor::bytes_of(const Action& action) const {
   if (action.chunk == kNone) {
     // What this rank receives; a reduction of whole gradients (stage 0) is a scatter and a gather.
     std::uint64_t elements_bytes = 0;
-    for (const Section& section : plan_.layout.units[action.unit].sections) {
+    const UnitLayout& unit = plan_.layout.units[action.unit];
+    for (const Section& section : unit.sections) {
       if (action.task == Task::gather) elements_bytes += section.shard_elements * element_bytes(section.dtype);
       if (action.task == Task::reduce && section.trainable) elements_bytes += section.shard_elements * gradient_bytes_;
     }
     const std::uint64_t ways = action.task == Task::reduce && plan_.zero_stage == 0 ? 2 : 1;
-    std::uint64_t bytes = ways * elements_bytes * (plan_.partition.world_size - 1);
-    const std::uint64_t groups = plan_.world_size / plan_.partition.world_size;
+    std::uint64_t bytes = ways * elements_bytes * (unit.partition.world_size - 1);
+    const std::uint64_t groups = unit.communicator != 0 ? 1 : plan_.world_size / plan_.partition.world_size;
     if (action.task == Task::reduce) bytes += 2 * elements_bytes * (groups - 1) / groups;
     return bytes;
   }
@@ -443,8 +452,9 @@ void Executor::finish(Work& work) {
               bytes_of(action)});
   if (action.chunk == kNone) {
     try {
-      (action.task == Task::gather ? gather_communicator_ : reduce_communicator_)->check();
-      if (action.task == Task::reduce && replica_communicator_) replica_communicator_->check();
+      const Channels& channels = channels_[plan_.layout.units[action.unit].communicator];
+      (action.task == Task::gather ? channels.gather : channels.reduce)->check();
+      if (action.task == Task::reduce && channels.replicas) channels.replicas->check();
     } catch (...) {
       fail_locked(std::current_exception());
     }

@@ -52,9 +52,12 @@ class Executor {
   using Lock = std::unique_lock<std::mutex>;
   using Log = std::function<void(LogLevel, std::string_view)>;
 
+  // The engine's, then those of units, by UnitLayout::communicator; all outlive the executor. A failure ends them all.
+  using Communicators = std::vector<Communicator*>;
+
   // Takes all memory, opens the store, starts the threads. The plan and the device outlive it. Collectives run on two
-  // duplicates of the communicator: every rank makes its executor.
-  Executor(const Plan& plan, const Config& config, offload::Device& device, Communicator& communicator,
+  // duplicates of each communicator: every rank makes its executor.
+  Executor(const Plan& plan, const Config& config, offload::Device& device, Communicators communicators,
            const schedule::Limits& limits, Log log, const TestHooks* hooks);
   ~Executor();
 
@@ -195,7 +198,7 @@ class Executor {
   kernels::ElementType gradient_type_;
   kernels::ElementType moment_type_;
   std::uint64_t gradient_bytes_;
-  Communicator& communicator_;
+  const Communicators communicators_;
 
   base::WakeEvent wake_;
   std::mutex mutex_;
@@ -249,8 +252,12 @@ class Executor {
   std::unique_ptr<offload::Stream> kernel_stream_;  // the CPU worker's
   std::unique_ptr<offload::Stream> whole_stream_;   // of whole chunks for initial values and reading back
   std::vector<std::byte> staged_states_;            // of a chunk whose states lie on both sides
-  // Within the shard group, and between the ranks that hold the same shard; one rank: none.
-  std::shared_ptr<Communicator> gather_communicator_, reduce_communicator_, replica_communicator_;
+  // What units' collectives run on, by UnitLayout::communicator; one rank: none.
+  struct Channels {
+    std::shared_ptr<Communicator> gather, reduce;  // among the ranks that hold one copy together
+    std::shared_ptr<Communicator> replicas;        // between the ranks of shard groups that hold the same shard
+  };
+  std::vector<Channels> channels_;
   std::unique_ptr<offload::Stream> gather_stream_, reduce_stream_;
   std::thread engine_thread_, cpu_thread_;
 };

@@ -160,12 +160,13 @@ void Executor::start_collective(Work& work) {
 }
 
 void Executor::enqueue_collective(const Action& action, const UnitLayout& unit, offload::Stream& stream) {
+  const Channels& channels = channels_[unit.communicator];
   if (action.task == Task::gather) {
     std::byte* const own = unit_parameters(action.unit);
     std::byte* const base = own != nullptr ? own : window_ + action.device_offset;
     for (const Section& section : unit.sections) {
-      gather_communicator_->all_gather(base + section.device_offset,
-                                       section.shard_elements * element_bytes(section.dtype), stream);
+      channels.gather->all_gather(base + section.device_offset, section.shard_elements * element_bytes(section.dtype),
+                                  stream);
     }
     return;
   }
@@ -174,13 +175,14 @@ void Executor::enqueue_collective(const Action& action, const UnitLayout& unit, 
     if (!section.trainable) continue;
     std::byte* const data = window_ + action.device_offset + section.begin * gradient_bytes_;
     if (plan_.zero_stage == 0) {
-      reduce_communicator_->all_reduce_sum(data, section.shard_elements * plan_.partition.world_size, type, stream);
+      if (unit.partition.world_size > 1)
+        channels.reduce->all_reduce_sum(data, section.shard_elements * unit.partition.world_size, type, stream);
       continue;
     }
-    std::byte* const part = data + plan_.partition.rank * section.shard_elements * gradient_bytes_;
-    if (plan_.partition.world_size > 1)
-      reduce_communicator_->reduce_scatter_sum(data, part, section.shard_elements, type, stream);
-    if (replica_communicator_) replica_communicator_->all_reduce_sum(part, section.shard_elements, type, stream);
+    std::byte* const part = data + unit.partition.rank * section.shard_elements * gradient_bytes_;
+    if (unit.partition.world_size > 1)
+      channels.reduce->reduce_scatter_sum(data, part, section.shard_elements, type, stream);
+    if (channels.replicas) channels.replicas->all_reduce_sum(part, section.shard_elements, type, stream);
   }
 }
 

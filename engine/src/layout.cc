@@ -45,10 +45,12 @@ struct Builder {
   std::uint64_t granule;
   const Partition& partition;
 
-  // The chunks of one shard, [begin, end) within the unit.
-  void add_chunks(std::uint32_t unit_index, std::uint32_t shard, DataType dtype, bool trainable, std::uint64_t begin,
-                  std::uint64_t end, std::uint64_t device_offset, const std::vector<std::uint32_t>& members) {
+  // The chunks of one shard, [begin, end) within the unit; all members are alike but for their shapes and groups.
+  void add_chunks(std::uint32_t unit_index, std::uint32_t shard, std::uint64_t begin, std::uint64_t end,
+                  std::uint64_t device_offset, const std::vector<std::uint32_t>& members) {
     UnitLayout& unit = layout.units[unit_index];
+    const DataType dtype = unit.parameters[members.front()].dtype;
+    const bool trainable = unit.parameters[members.front()].trainable;
     const std::uint64_t length = end - begin;
     const std::uint64_t pieces = ceil_div(length, chunk_elements);
     if (pieces + layout.chunks.size() > kChunksMax) {
@@ -63,6 +65,7 @@ struct Builder {
       chunk.shard = shard;
       chunk.dtype = dtype;
       chunk.trainable = trainable;
+      chunk.counted = unit.parameters[members.front()].counted;
       chunk.begin = at;
       chunk.elements = std::min(size, end - at);
       chunk.device_offset = device_offset + (at - begin) * element_bytes(dtype);
@@ -102,6 +105,9 @@ struct Builder {
     const auto unit_index = static_cast<std::uint32_t>(layout.units.size());
     UnitLayout& unit = layout.units.emplace_back();
     unit.name = spec.name;
+    unit.communicator = spec.communicator;
+    unit.partition = spec.partition.value_or(partition);
+    unit.partition.all_shards = partition.all_shards;
     unit.first_chunk = static_cast<std::uint32_t>(layout.chunks.size());
     for (const ParameterSpec& parameter : spec.parameters) {
       ParameterLayout p;
@@ -110,6 +116,7 @@ struct Builder {
       p.dtype = parameter.options.dtype.value_or(precision.parameters);
       p.group = parameter.options.group;
       p.trainable = parameter.options.trainable;
+      p.counted = !p.trainable || parameter.options.in_norm;
       p.elements = element_count(p.shape, spec.name + "/" + parameter.name);
       layout.parameters += p.elements;
       unit.parameters.push_back(std::move(p));
@@ -119,19 +126,21 @@ struct Builder {
     std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
       const ParameterLayout& x = unit.parameters[a];
       const ParameterLayout& y = unit.parameters[b];
-      return std::tuple(!x.trainable, x.dtype, x.group) < std::tuple(!y.trainable, y.dtype, y.group);
+      return std::tuple(!x.trainable, x.dtype, !x.counted, x.group) <
+             std::tuple(!y.trainable, y.dtype, !y.counted, y.group);
     });
     std::uint64_t element = 0;
     std::uint64_t byte = 0;
     for (std::size_t i = 0; i < order.size();) {
       const DataType dtype = unit.parameters[order[i]].dtype;
       const bool trainable = unit.parameters[order[i]].trainable;
+      const bool counted = unit.parameters[order[i]].counted;
       const std::uint64_t begin = element;
       std::uint64_t gap_begin = begin;
       std::vector<std::uint32_t> members;
       for (; i < order.size(); ++i) {
         ParameterLayout& p = unit.parameters[order[i]];
-        if (p.dtype != dtype || p.trainable != trainable) break;
+        if (p.dtype != dtype || p.trainable != trainable || p.counted != counted) break;
         element = round_up(element, kParameterAlignment);
         if (trainable && element > gap_begin) unit.gradient_gaps.push_back({gap_begin, element - gap_begin});
         p.begin = element;
@@ -141,17 +150,17 @@ struct Builder {
         members.push_back(order[i]);
       }
       // Every rank holds an equal part of the section.
-      const std::uint64_t shard = shard_range(element - begin, partition.world_size, 0, granule).padded;
-      element = begin + shard * partition.world_size;
+      const std::uint64_t shard = shard_range(element - begin, unit.partition.world_size, 0, granule).padded;
+      element = begin + shard * unit.partition.world_size;
       if (trainable) {
         if (element > gap_begin) unit.gradient_gaps.push_back({gap_begin, element - gap_begin});
         unit.gradient_elements = element;
       }
       if (element > begin) unit.sections.push_back({dtype, trainable, begin, shard, byte});
-      for (std::uint32_t s = 0; s < partition.world_size && element > begin; ++s) {
-        if (!partition.stores(s)) continue;
-        add_chunks(unit_index, s, dtype, trainable, begin + s * shard, begin + (s + 1) * shard,
-                   byte + s * shard * element_bytes(dtype), members);
+      for (std::uint32_t s = 0; s < unit.partition.world_size && element > begin; ++s) {
+        if (!unit.partition.stores(s)) continue;
+        add_chunks(unit_index, s, begin + s * shard, begin + (s + 1) * shard, byte + s * shard * element_bytes(dtype),
+                   members);
       }
       byte += (element - begin) * element_bytes(dtype);
     }

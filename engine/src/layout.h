@@ -1,7 +1,8 @@
 // Layout: how a unit's parameters become a flat parameter, and how that is cut into chunks. Pure arithmetic.
 //
-// A flat parameter is sorted by (trainable first, dtype, group), then as registered; each parameter begins on a
-// multiple of 128 elements (256 bytes in the narrowest dtype). Parameters of one (trainable, dtype) form a section.
+// A flat parameter is sorted by (trainable first, dtype, counted in the norm first, group), then as registered; each
+// parameter begins on a multiple of 128 elements (256 bytes in the narrowest dtype). Parameters of one (trainable,
+// dtype, counted) form a section.
 // With several ranks a section consists of equal shards, one per rank in order; a shard is cut into chunks of about
 // equal size whose borders are multiples of kernels::kSumBlock: sums of squares do not see them.
 // SPDX-License-Identifier: Apache-2.0
@@ -10,6 +11,7 @@
 #include <ballast/engine/engine.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,7 @@ struct ParameterLayout {
   DataType dtype = DataType::bf16;
   int group = 0;
   bool trainable = true;
+  bool counted = true;  // in the global norm; frozen ones are in none
   std::uint64_t elements = 0;
   std::uint64_t begin = 0;          // element within the unit
   std::uint64_t device_offset = 0;  // bytes within the unit's device copy
@@ -38,9 +41,10 @@ struct Segment {
 
 struct ChunkLayout {
   std::uint32_t unit = 0;
-  std::uint32_t shard = 0;  // the rank whose shard it is part of
+  std::uint32_t shard = 0;  // the rank (of the unit's partition) whose shard it is part of
   DataType dtype = DataType::bf16;
   bool trainable = true;
+  bool counted = true;              // in the global norm
   std::uint64_t begin = 0;          // element within the unit
   std::uint64_t elements = 0;       // with padding; a multiple of the granule
   std::uint64_t device_offset = 0;  // bytes within the unit's device copy
@@ -66,22 +70,24 @@ struct Gap {
   std::uint64_t begin = 0, count = 0;  // elements of the unit that belong to no parameter
 };
 
-struct UnitLayout {
-  std::string name;
-  std::vector<ParameterLayout> parameters;  // as registered
-  std::vector<Section> sections;
-  std::uint32_t first_chunk = 0, chunk_count = 0;  // those that are stored here
-  std::uint64_t device_bytes = 0;                  // parameters on the device, of all ranks
-  std::uint64_t gradient_elements = 0;             // the trainable prefix, with padding
-  std::vector<Gap> gradient_gaps;                  // within that prefix
-};
-
 // How flat parameters are shared out, and which shards a rank stores.
 struct Partition {
   std::uint32_t world_size = 1;
   std::uint32_t rank = 0;
   bool all_shards = false;  // this rank stores every shard (stage 0)
   bool stores(std::uint32_t shard) const { return all_shards || shard == rank; }
+};
+
+struct UnitLayout {
+  std::string name;
+  Partition partition;             // over the engine's ranks (or a shard group of them), or over its own communicator's
+  std::uint32_t communicator = 0;  // 0: the engine's; otherwise a number from 1 on
+  std::vector<ParameterLayout> parameters;  // as registered
+  std::vector<Section> sections;
+  std::uint32_t first_chunk = 0, chunk_count = 0;  // those that are stored here
+  std::uint64_t device_bytes = 0;                  // parameters on the device, of all ranks
+  std::uint64_t gradient_elements = 0;             // the trainable prefix, with padding
+  std::vector<Gap> gradient_gaps;                  // within that prefix
 };
 
 struct Layout {
@@ -95,9 +101,12 @@ struct Layout {
 struct UnitSpec {
   std::string name;
   std::vector<ParameterSpec> parameters;
+  std::uint32_t communicator = 0;           // as in UnitLayout
+  std::optional<Partition> partition = {};  // over the unit's own communicator; nothing: the engine's
 };
 
-// chunk_elements: the size aimed at; granule: what chunks are multiples of (a multiple of kSumBlock).
+// chunk_elements: the size aimed at; granule: what chunks are multiples of (a multiple of kSumBlock). `partition` is
+// that of units without one of their own, and says for all whether this rank stores every shard.
 Layout make_layout(const std::vector<UnitSpec>& units, const Config::Precision& precision, std::uint64_t chunk_elements,
                    std::uint64_t granule, const Partition& partition = {});
 

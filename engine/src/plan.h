@@ -36,7 +36,7 @@ struct ChunkPlacement {
 struct Plan {
   Layout layout;
   std::uint32_t world_size = 1, rank = 0;
-  Partition partition;  // over all ranks, or over this rank's shard group
+  Partition partition;  // over all ranks, or over this rank's shard group: of units without a communicator of their own
   int zero_stage = 3;
   std::vector<ChunkPlacement> placement;  // per chunk
   std::vector<bool> stored_gradients;     // per unit
@@ -70,8 +70,10 @@ struct PlanInputs {
   int rank = 0;
 };
 
-// Several ranks: every rank makes the same decisions, but for the shards that it stores. Throws PlanError where the
-// budgets cannot work.
+// Several ranks: every rank makes the same decisions, but for the shards that it stores. (Units with communicators of
+// their own stand at the same places on all ranks, with the same shapes and as many members: every rank of the world
+// issues the same sequence of collectives, by places, and so do the members of each communicator.) Throws PlanError
+// where the budgets cannot work.
 Plan make_plan(const std::vector<UnitSpec>& units, const Config& config, const PlanInputs& inputs);
 
 // The openings of a pass as the scheduler's map wants them. Units whose parameters live on the device take no place.

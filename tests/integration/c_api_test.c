@@ -60,9 +60,10 @@ static int refuse(void* context, ballast_parameter_id parameter, int64_t first, 
 
 static ballast_config* nvme_config(const char* folder) {
   ballast_config* config = NULL;
-  OK(ballast_config_from_json("{\"placement\": {\"parameters\": \"nvme\", \"gradients\": \"host\", \"optimizer\": "
-                              "\"nvme\"}, \"device\": \"host\", \"precision\": {\"parameters\": \"fp32\"}}",
-                              NULL, &config));
+  OK(
+      ballast_config_from_json("{\"placement\": {\"parameters\": \"nvme\", \"gradients\": \"host\", \"optimizer\": "
+                               "\"nvme\"}, \"device\": \"host\", \"precision\": {\"parameters\": \"fp32\"}}",
+                               NULL, &config));
   OK(ballast_config_set(config, "nvme.paths", folder));
   OK(ballast_config_set(config, "budget.device", "16MiB"));
   OK(ballast_config_set(config, "budget.host", "64MiB"));
@@ -81,8 +82,22 @@ static ballast_unit_id add_line(ballast_engine* engine) {
   return unit;
 }
 
+/* What another engine has found: a squared norm of 900, all finite. */
+static int add_900(void* context, double* norm_squared, int* finite) {
+  if (*finite != 1 || *norm_squared < 0) return 5;
+  *norm_squared += 900;
+  ++*(int*)context;
+  return 0;
+}
+static int refuse_to_add(void* context, double* norm_squared, int* finite) {
+  (void)context;
+  (void)norm_squared;
+  (void)finite;
+  return 5;
+}
+
 static void one_step(ballast_engine* engine, ballast_unit_id unit, ballast_parameter_id weight,
-                     ballast_parameter_id bias, struct maths* m) {
+                     ballast_parameter_id bias, struct maths* m, int others) {
   ballast_stream* stream = NULL;
   ballast_step* step = NULL;
   ballast_pass* pass = NULL;
@@ -112,7 +127,16 @@ static void one_step(ballast_engine* engine, ballast_unit_id unit, ballast_param
   ballast_parameters_close(parameters);
   OK(ballast_pass_end(pass));
   ballast_pass_close(pass);
-  OK(ballast_step_finish_backward(step, &norm));
+  if (others) {
+    int calls = 0;
+    EXPECT(ballast_step_finish_backward_with(step, refuse_to_add, NULL, &norm) == BALLAST_ERROR_OTHER);
+    EXPECT(strstr(ballast_last_error(), "returned 5") != NULL);
+    EXPECT(ballast_step_finish_backward_with(step, NULL, NULL, &norm) == BALLAST_ERROR_USAGE);
+    OK(ballast_step_finish_backward_with(step, add_900, &calls, &norm));
+    EXPECT(calls == 1 && norm.value >= 30);
+  } else {
+    OK(ballast_step_finish_backward(step, &norm));
+  }
   EXPECT(norm.finite == 1 && norm.value >= 0 && norm.non_finite_parameter[0] == '\0');
   OK(ballast_step_update(step));
   EXPECT(ballast_step_update(step) == BALLAST_ERROR_USAGE);
@@ -139,7 +163,7 @@ static void trains_from_nvme(const char* folder) {
   OK(ballast_engine_initialize(engine, zero, &fills));
   EXPECT(fills >= 2);
   for (int i = 0; i < kSteps; ++i) {
-    one_step(engine, unit, weight, bias, &m);
+    one_step(engine, unit, weight, bias, &m, i == kSteps - 1);
     if (i == 0) first_loss = m.loss;
   }
   OK(ballast_engine_read(engine, bias, 0, &learnt, 1));

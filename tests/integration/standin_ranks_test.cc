@@ -27,18 +27,25 @@ Case of_rank(Case c, int rank, int world_size) {
   return c;
 }
 
-std::vector<Outcome> run_on_hosts(int world_size, const Case& c, const Config& config) {
+// Unit 1 is then over halves of the ranks.
+void group(Case& c, const std::shared_ptr<Communicator>& world) {
+  c.model[1].options.communicator = world->split(world->rank() < world->world_size() / 2);
+}
+
+std::vector<Outcome> run_on_hosts(int world_size, const Case& c, const Config& config, bool grouped = false) {
   std::vector<Outcome> outcomes(static_cast<std::size_t>(world_size));
   on_ranks(world_size, [&](int rank, const std::shared_ptr<Communicator>& communicator) {
     EngineEnvironment environment;
     environment.communicator = communicator;
-    outcomes[static_cast<std::size_t>(rank)] = run_case(of_rank(c, rank, world_size), config, environment);
+    Case mine = of_rank(c, rank, world_size);
+    if (grouped) group(mine, communicator);
+    outcomes[static_cast<std::size_t>(rank)] = run_case(mine, config, environment);
   });
   return outcomes;
 }
 
 std::vector<Outcome> run_on_gpus(int world_size, const Case& c, const Config& config, bool with_control,
-                                 std::uint64_t timing_seed) {
+                                 std::uint64_t timing_seed, bool grouped = false) {
   standin::reset();
   standin::configure({.devices = world_size, .timing_seed = timing_seed});
   const std::vector<std::byte> id = make_nccl_id();
@@ -48,15 +55,16 @@ std::vector<Outcome> run_on_gpus(int world_size, const Case& c, const Config& co
     options.communicator.timeout = std::chrono::seconds(20);
     if (with_control) options.control = communicator;
     options.device = rank;
+    EngineEnvironment environment;
+    environment.device = std::shared_ptr<offload::Device>(cuda::make_cuda_device({.device = rank}));
+    environment.communicator = make_nccl_communicator(options, rank, world_size, id);
     Case mine = of_rank(c, rank, world_size);
     mine.options.run = [](Stream stream, std::function<void()> work) {
       const auto on = static_cast<cudaStream_t>(stream.native_handle());
       if (standin::launch(on, std::move(work)) != cudaSuccess) throw Error("the trainer's kernel: cudaError");
     };
     mine.options.view = [](void* data) { return standin::host_view(data); };
-    EngineEnvironment environment;
-    environment.device = std::shared_ptr<offload::Device>(cuda::make_cuda_device({.device = rank}));
-    environment.communicator = make_nccl_communicator(options, rank, world_size, id);
+    if (grouped) group(mine, environment.communicator);
     outcomes[static_cast<std::size_t>(rank)] = run_case(mine, config, environment);
   });
   EXPECT_EQ(standin::live().total(), 0U) << "something was not given back";
@@ -85,6 +93,29 @@ TEST(StandInRanks, EveryStageGivesTheNumbersOfHostRanks) {
           EXPECT_EQ(found[r].norms, expected[r].norms);
           EXPECT_EQ(found[r].values, expected[r].values);
         }
+      }
+    }
+  }
+}
+
+TEST(StandInRanks, AUnitOverHalvesOfTheRanksHasTheNumbersOfHostRanks) {
+  const Watchdog watchdog(300);
+  const TemporaryDirectory directory;
+  Case c;
+  c.model = testing::small_model(3);
+  c.type = "adamw";
+  c.clip = true;
+  for (int stage : {0, 1, 3}) {
+    Config config = plain_config(directory.path(), Tier::host, Timing::just_in_time);
+    config.zero_stage = stage;
+    const std::vector<Outcome> expected = run_on_hosts(4, c, config, true);
+    for (const bool with_control : {false, true}) {
+      SCOPED_TRACE("stage " + std::to_string(stage) + (with_control ? ", with" : ", without") + " control");
+      const std::vector<Outcome> found =
+          run_on_gpus(4, c, config, with_control, static_cast<std::uint64_t>(stage), true);
+      for (std::size_t r = 0; r < found.size(); ++r) {
+        EXPECT_EQ(found[r].norms, expected[r].norms);
+        EXPECT_EQ(found[r].values, expected[r].values);
       }
     }
   }

@@ -48,6 +48,7 @@ struct SyntheticUnit {
   std::string name;
   std::vector<ParameterSpec> parameters;
   bool trainable = true;
+  UnitOptions options = {};
 };
 
 struct SyntheticOptions {
@@ -58,6 +59,7 @@ struct SyntheticOptions {
   std::function<bool(int step)> poison;    // puts a NaN into the first gradient
   std::function<bool(int step, int micro_batch, ParameterId)> absent;  // no gradient for this parameter
   std::function<bool(int step)> evaluate_before;                       // an evaluation pass before the step
+  AddOthers add_others;                                                // for finish_backward
   // How host code computes in order with a stream, and sees memory of the device, where not as on the host device.
   std::function<void(Stream, std::function<void()>)> run;
   std::function<void*(void*)> view;
@@ -67,7 +69,9 @@ class SyntheticTrainer {
  public:
   SyntheticTrainer(Engine& engine, const std::vector<SyntheticUnit>& units, SyntheticOptions options = {})
       : engine_(engine), units_(units), options_(std::move(options)) {
-    for (const SyntheticUnit& unit : units_) ids_.push_back(engine_.add_unit(unit.name, unit.parameters));
+    for (const SyntheticUnit& unit : units_) {
+      ids_.push_back(engine_.add_unit(unit.name, unit.parameters, unit.options));
+    }
     if (options_.tied) {
       std::vector<ExpectedAccess> order;
       for (UnitId id : ids_) order.push_back({id, true, false});
@@ -123,7 +127,7 @@ class SyntheticTrainer {
         }
       }
     }
-    last_norm_ = step.finish_backward();
+    last_norm_ = step.finish_backward(options_.add_others);
     if (last_norm_.finite) {
       step.update();
     } else {

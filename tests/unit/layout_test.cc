@@ -64,6 +64,7 @@ void check(const std::vector<UnitSpec>& specs, const Layout& layout, std::uint64
         ASSERT_LE(end, chunk.elements);
         ASSERT_EQ(p.dtype, chunk.dtype);
         ASSERT_EQ(p.trainable, chunk.trainable);
+        ASSERT_EQ(p.counted, chunk.counted);
         ASSERT_EQ(chunk.begin + segment.begin, p.begin + segment.parameter_first);
       }
     }
@@ -115,6 +116,7 @@ TEST(LayoutTest, RandomUnitsKeepEveryRule) {
         spec.options.group = static_cast<int>(random.below(3));
         if (random.below(2) == 0) spec.options.dtype = static_cast<DataType>(random.below(3));
         spec.options.trainable = random.below(3) > 0;
+        spec.options.in_norm = random.below(4) > 0;
         unit.parameters.push_back(spec);
       }
       units.push_back(unit);
@@ -141,6 +143,39 @@ TEST(LayoutTest, ParametersAreSortedByTrainableTypeAndGroupAndOtherwiseAsRegiste
   EXPECT_EQ(p[0].begin, 2 * kGranule);
   EXPECT_EQ(layout.units[0].gradient_elements, 2 * kGranule);
   EXPECT_EQ(layout.chunks.size(), 3u);
+}
+
+TEST(LayoutTest, WhatIsNotCountedInTheNormHasASectionOfItsOwn) {
+  const Layout layout = layout_of({{"u",
+                                    {{"a", {10}, {.in_norm = false}},
+                                     {"b", {10}},
+                                     {"c", {10}, {.group = 1}},
+                                     {"frozen", {10}, {.trainable = false, .in_norm = false}}}}});
+  const auto& p = layout.units[0].parameters;
+  EXPECT_EQ(p[1].begin, 0u);
+  EXPECT_EQ(p[2].begin, 128u);
+  EXPECT_EQ(p[0].begin, kGranule);
+  EXPECT_EQ(p[3].begin, 2 * kGranule);
+  ASSERT_EQ(layout.chunks.size(), 3u);
+  EXPECT_TRUE(layout.chunks[0].counted);
+  EXPECT_FALSE(layout.chunks[1].counted);
+  EXPECT_TRUE(layout.chunks[2].counted) << "frozen: in no norm either way";
+}
+
+TEST(LayoutTest, AUnitsOwnPartitionIsItsAlone) {
+  const std::int64_t elements = 8 * static_cast<std::int64_t>(kGranule);
+  for (bool all_shards : {false, true}) {
+    const Layout layout = make_layout({{"all", {{"p", {elements}}}}, {"pair", {{"p", {elements}}}, 1, Partition{2, 1}}},
+                                      {}, 4 * kGranule, kGranule, {4, 2, all_shards});
+    EXPECT_EQ(layout.units[0].sections[0].shard_elements, 2 * kGranule);
+    EXPECT_EQ(layout.units[1].sections[0].shard_elements, 4 * kGranule);
+    EXPECT_EQ(layout.units[0].chunk_count, all_shards ? 4u : 1u);
+    EXPECT_EQ(layout.units[1].chunk_count, all_shards ? 2u : 1u);
+    EXPECT_EQ(layout.chunks.front().begin, all_shards ? 0 : 4 * kGranule);
+    EXPECT_EQ(layout.chunks.back().begin, 4 * kGranule);
+    EXPECT_EQ(layout.chunks.back().shard, 1u);
+    EXPECT_EQ(layout.units[1].partition.all_shards, all_shards);
+  }
 }
 
 TEST(LayoutTest, ThreeThousandMillionElementsKeepTheirCounts) {

@@ -38,11 +38,32 @@ struct ParameterOptions {
   int group = 0;                  // learning rate and weight decay are per group
   std::optional<DataType> dtype;  // nothing: precision.parameters
   bool trainable = true;          // false: frozen, never updated, no optimizer states
+  // False: another engine counts its gradient in the global norm. A parameter that a tensor-parallel group replicates
+  // is true on one rank of that group and false on the others. Alike on all ranks of this engine; it must be finite all
+  // the same.
+  bool in_norm = true;
 };
 struct ParameterSpec {
   std::string name;                 // unique within its unit; any text
   std::vector<std::int64_t> shape;  // row-major; {} is a scalar, a zero makes it empty
   ParameterOptions options = {};
+};
+
+// A unit that only some of the engine's ranks have: an expert, say, whose copies are the ranks of an
+// expert-data-parallel group. Its states are partitioned over `communicator`, it is gathered and its gradients are
+// averaged over that one. Every rank of the engine still makes the same calls in the same order: at the same place
+// among its units each has one with a communicator of its own, of as many ranks, with parameters of the same shapes,
+// types and groups. Their names may differ between communicators; the UnitId is that place. (An expert without work
+// this time is acquired all the same, and its gradients are absent.)
+struct UnitOptions {
+  // Ranks of the engine's own communicator, any of them, in any order: a split() of it, say. Of the same kind (except
+  // for one rank alone), and used for nothing else while the engine is within a call. The engine shares it. Null: all
+  // ranks of the engine. communication.shard_group_size is for those units alone.
+  std::shared_ptr<Communicator> communicator = {};
+  // The sum of the gradients over ranks (and micro-batches) is divided by it (and their number), in the update and in
+  // the norm. Nothing: the ranks of the unit's communicator. The gradients of an expert that sees the tokens of all
+  // ranks are sums over all of them: the number of all ranks.
+  std::optional<double> gradient_divisor = {};
 };
 
 // A view; valid as long as its lease.
@@ -144,8 +165,18 @@ struct GradientNorm {
   double value = 0;  // global norm of the mean gradient, unscaled; NaN or infinity where not finite
   bool finite = true;
   double clip_factor = 1;            // that update() will apply
-  std::string non_finite_parameter;  // "unit/parameter" of the first, where not finite
+  std::string non_finite_parameter;  // "unit/parameter" of the first, where not finite; empty: another engine's
 };
+
+// What finish_backward has found over all ranks of the engine.
+struct GradientTotal {
+  double norm_squared = 0;  // of the mean gradient, unscaled
+  bool finite = true;
+};
+// Adds what other engines have found, over the trainer's own group of them: each sums up norm_squared, and finite is
+// what all of them are. Called once, on the caller's thread, on every rank or on none. Every rank of an engine must
+// come to the same total; where they differ in the last digits, that of its first rank holds for all of them.
+using AddOthers = std::function<void(GradientTotal& total)>;
 
 // One optimizer step. Destroying it before update() or discard() discards.
 class Step {
@@ -155,10 +186,11 @@ class Step {
   Step& operator=(Step&& other) noexcept;
   ~Step();
   PassScope begin_pass(PassOptions options = {});
-  double loss_scale() const;       // multiply the loss by it; 1 without loss scaling
-  GradientNorm finish_backward();  // waits for all gradients; once, after the last pass
-  void update();                   // UsageError where the gradients are not finite
-  void discard();                  // nothing changes but a dynamic loss scale (UsageError with eager timing)
+  double loss_scale() const;  // multiply the loss by it; 1 without loss scaling
+  // Waits for all gradients; once, after the last pass. The norm and its finiteness are those of all ranks.
+  GradientNorm finish_backward(const AddOthers& add_others = {});
+  void update();   // UsageError where the gradients are not finite
+  void discard();  // nothing changes but a dynamic loss scale (UsageError with eager timing)
 
  private:
   friend class EngineImplementation;
@@ -189,7 +221,7 @@ class Engine {
   Engine(const Engine&) = delete;
 
   // Before commit.
-  UnitId add_unit(std::string name, std::vector<ParameterSpec> parameters);
+  UnitId add_unit(std::string name, std::vector<ParameterSpec> parameters, UnitOptions options = {});
   ParameterId parameter(UnitId unit, std::string_view name) const;                 // UsageError where there is none
   void expect_order(std::vector<ExpectedAccess> accesses, int micro_batches = 1);  // of one training pass
   void commit();  // partitions, places, reserves, compiles; PlanError where it cannot fit
