@@ -126,9 +126,9 @@ void print_closing(const RunRecord& record) {
 }
 
 // Nothing, with a note, where the paths have no room left for the measurement: training itself can go on.
-std::optional<StorageRates> rates_of(const Config& config, const std::string& backend) {
+std::optional<StorageRates> rates_of(const Config& config, const std::string& backend, int ranks) {
   try {
-    return measure_storage_rates(config.nvme.paths, config.nvme.block_bytes, config.nvme.queue_depth, backend);
+    return measure_storage_rates(config.nvme.paths, config.nvme.block_bytes, config.nvme.queue_depth, backend, ranks);
   } catch (const Error& error) {
     std::printf("note: the rates of the NVMe paths are not measured, and efficiency is not told: %s\n", error.what());
     return std::nullopt;
@@ -218,7 +218,7 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
   record.tokens_per_step = trainer.tokens_per_step();
   const Report plan = engine.report();
   print_opening(options, plan, *data, trainer);
-  if (plan.nvme_stored_bytes > 0) record.rates = rates_of(config, plan.io_backend);
+  if (plan.nvme_stored_bytes > 0) record.rates = rates_of(config, plan.io_backend, ranks->world_size());
 
   try {
     run_steps(options, *ranks, engine, trainer, log, progress, &record);

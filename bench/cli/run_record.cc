@@ -17,7 +17,8 @@
 namespace ballast::cli {
 namespace {
 
-constexpr std::uint64_t kRateBytes = std::uint64_t{512} << 20;
+constexpr std::uint64_t kRateBytes = std::uint64_t{512} << 20;      // of all ranks together,
+constexpr std::uint64_t kLeastRateBytes = std::uint64_t{64} << 20;  // but of each at least so many
 constexpr double kRatePassSeconds = 0.4;
 
 const LaneReport& lane_of(const Report& report, Lane lane) { return report.lanes[static_cast<std::size_t>(lane)]; }
@@ -31,9 +32,10 @@ constexpr std::array<std::pair<Lane, const char*>, 5> kOtherLanes = {{{Lane::hos
 }  // namespace
 
 StorageRates measure_storage_rates(const std::vector<std::string>& paths, std::uint64_t block_bytes,
-                                   std::uint32_t queue_depth, const std::string& backend) {
+                                   std::uint32_t queue_depth, const std::string& backend, int ranks) {
+  const std::uint64_t wanted = std::max(kRateBytes / static_cast<std::uint64_t>(ranks), kLeastRateBytes);
   StorageBench bench({.paths = paths,
-                      .bytes_per_path = std::max(base::round_down(kRateBytes, block_bytes), block_bytes),
+                      .bytes_per_path = std::max(base::round_down(wanted, block_bytes), block_bytes),
                       .block_bytes = block_bytes,
                       .queue_depth = queue_depth,
                       .backend = backend_from(backend),

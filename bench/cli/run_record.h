@@ -22,7 +22,7 @@ struct StorageRates {
 
 // Measures them in about a second, over at most half a gigabyte per path. Throws IoError.
 StorageRates measure_storage_rates(const std::vector<std::string>& paths, std::uint64_t block_bytes,
-                                   std::uint32_t queue_depth, const std::string& backend);
+                                   std::uint32_t queue_depth, const std::string& backend, int ranks);
 
 struct StepRecord {
   double loss = 0;
