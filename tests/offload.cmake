@@ -10,6 +10,8 @@ ballast_add_test(slab_test LABEL unit TIMEOUT 120
   SOURCES unit/slab_test.cc LIBRARIES ballast::offload)
 ballast_add_test(topology_test LABEL unit TIMEOUT 120
   SOURCES unit/topology_test.cc LIBRARIES ballast::offload)
+ballast_add_test(machine_share_test LABEL unit TIMEOUT 120
+  SOURCES unit/machine_share_test.cc LIBRARIES ballast::offload)
 ballast_add_test(chunk_work_test LABEL unit TIMEOUT 120
   SOURCES unit/chunk_work_test.cc LIBRARIES ballast::offload TBB::tbb)
 ballast_add_test(doctor_test LABEL unit TIMEOUT 120

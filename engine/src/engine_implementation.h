@@ -6,6 +6,7 @@
 #include <ballast/engine/communicator.h>
 #include <ballast/engine/engine.h>
 #include <ballast/offload/device.h>
+#include <ballast/offload/machine_share.h>
 
 #include <atomic>
 #include <deque>
@@ -180,6 +181,7 @@ class EngineImplementation {
   std::uint32_t communicator_number(const std::string& unit, const UnitOptions& options);
   std::uint32_t check_members(std::uint32_t number, std::uint64_t world);
   static std::string parameters_text(const engine::UnitSpec& unit, bool names);
+  void divide_machine();
   void check_machine_memory();
   void agree_on_presence(bool adds);
   void gather_elements(ParameterId id, std::int64_t first_element, std::span<float> values);
@@ -214,6 +216,7 @@ class EngineImplementation {
   engine::TestHooks* hooks_ = nullptr;
   std::shared_ptr<offload::Device> device_;
   std::shared_ptr<Communicator> communicator_;
+  offload::MachineShare share_;
   int owner_process_ = 0;
   std::shared_ptr<Communicator> shard_communicator_;  // the ranks that hold one copy of everything together
   std::vector<UnitCommunicator> unit_communicators_;  // UnitSpec::communicator - 1 is the place

@@ -3,12 +3,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/size.h>
 #include <ballast/communicators/agreement.h>
+#include <ballast/offload/machine_share.h>
 #include <ballast/offload/topology.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <nlohmann/json.hpp>
 
 #include "engine_implementation.h"
@@ -17,23 +18,6 @@ namespace ballast {
 
 using engine::ParameterLayout;
 using engine::UnitLayout;
-
-namespace {
-
-// One text of at most 255 bytes from every rank.
-std::vector<std::string> exchange_texts(Communicator& communicator, const std::string& text) {
-  constexpr std::size_t kBytes = 256;
-  const auto ranks = static_cast<std::size_t>(communicator.world_size());
-  std::vector<std::byte> mine(kBytes), all(kBytes * ranks);
-  std::memcpy(mine.data(), text.data(), std::min(text.size(), kBytes - 1));
-  communicator.all_gather(mine, all);
-  std::vector<std::string> texts;
-  for (std::size_t rank = 0; rank < ranks; ++rank)
-    texts.emplace_back(reinterpret_cast<const char*>(all.data() + rank * kBytes));
-  return texts;
-}
-
-}  // namespace
 
 // All that the numbers and the order of collectives follow from. Paths, threads and queues are each rank's own.
 void EngineImplementation::agree_on_start() {
@@ -69,6 +53,13 @@ void EngineImplementation::agree_on_start() {
   check_agreement(*communicator_, values);
 }
 
+// What is this rank's of the machine: threads, cores, NUMA node.
+void EngineImplementation::divide_machine() {
+  const offload::Topology topology = offload::discover_topology();
+  const std::vector<std::string> texts = gather_texts(*communicator_, offload::machine_text(topology));
+  share_ = offload::machine_share(topology, texts, static_cast<std::size_t>(communicator_->rank()));
+}
+
 // Budgets are each rank's; what the ranks of one machine take together must fit it.
 void EngineImplementation::check_machine_memory() {
   if (communicator_->world_size() == 1) return;
@@ -78,7 +69,7 @@ void EngineImplementation::check_machine_memory() {
   // All look before any takes: the one slab is not missing in the next rank's view of what is free.
   const std::uint64_t free = offload::free_memory_bytes(offload::discover_topology());
   const std::vector<std::string> texts =
-      exchange_texts(*communicator_, std::to_string(wanted) + " " + std::to_string(free) + " " + host);
+      gather_texts(*communicator_, std::to_string(wanted) + " " + std::to_string(free) + " " + host);
   std::uint64_t together = 0, least_free = UINT64_MAX;
   int ranks = 0;
   for (const std::string& text : texts) {
@@ -92,8 +83,10 @@ void EngineImplementation::check_machine_memory() {
   }
   if (together > least_free) {
     throw PlanError("the " + std::to_string(ranks) + " ranks on " + host + " take " + base::format_size(together) +
-                    " of memory together, and " + base::format_size(least_free) +
-                    " are free; lower the budgets, which are per rank, or start fewer ranks on this machine");
+                    " of memory together (this one " + base::format_size(wanted) + "), and " +
+                    base::format_size(least_free) +
+                    " are free, by the machine and its memory cgroup; lower budget.host and budget.device, which are "
+                    "per rank, or start fewer ranks on this machine");
   }
 }
 
@@ -128,7 +121,7 @@ void EngineImplementation::agree_on_presence(bool adds) {
 
 // The first rank that knows one names it for all.
 void EngineImplementation::agree_on_name(std::string& name) {
-  for (const std::string& text : exchange_texts(*communicator_, name)) {
+  for (const std::string& text : gather_texts(*communicator_, name)) {
     if (text.empty()) continue;
     name = text;
     return;

@@ -100,6 +100,7 @@ EngineImplementation::EngineImplementation(const Config& config, EngineEnvironme
   } else {
     offload::HostDeviceOptions options;
     options.capacity_bytes = config_.budget.device_bytes;
+    options.check_interrupt = environment_.check_interrupt;
     if (hooks_ != nullptr) options.before_copy = hooks_->before_copy;
     device_ = offload::make_host_device(options);
   }
@@ -248,6 +249,7 @@ void EngineImplementation::commit() {
   }
   plan_ = engine::make_plan(specs_, config_, inputs);
   check_machine_memory();
+  divide_machine();
   shard_communicator_ = plan_.partition.world_size == plan_.world_size
                             ? communicator_
                             : communicator_->split(static_cast<int>(plan_.rank / plan_.partition.world_size));
@@ -280,7 +282,7 @@ void EngineImplementation::commit() {
   engine::Executor::Communicators communicators = {communicator_.get()};
   for (const UnitCommunicator& each : unit_communicators_) communicators.push_back(each.communicator.get());
   executor_ =
-      std::make_unique<engine::Executor>(plan_, config_, *device_, communicators, limits, environment_.log, hooks_);
+      std::make_unique<engine::Executor>(plan_, config_, *device_, communicators, share_, limits, environment_, hooks_);
   sort_norm_parts();
   for (std::size_t u = 0; u < units_.size(); ++u) {
     units_[u].contributes = std::make_unique<bool[]>(plan_.layout.units[u].chunk_count);
@@ -450,6 +452,7 @@ Report EngineImplementation::report() {
   r.io_backend = executor_->backend_name();
   r.io_backend_reason = executor_->backend_reason();
   r.threads = executor_->threads();
+  r.ranks_on_machine = share_.ranks;
   r.zero_stage = config_.zero_stage;
   r.resident_fraction = plan_.resident_fraction;
   r.nvme_stored_bytes = executor_->stored_bytes();

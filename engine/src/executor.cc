@@ -96,10 +96,11 @@ std::uint64_t Executor::now_ns() {
 }
 
 Executor::Executor(const Plan& plan, const Config& config, offload::Device& device, Communicators communicators,
-                   const schedule::Limits& limits, Log log, const TestHooks* hooks)
+                   const offload::MachineShare& share, const schedule::Limits& limits,
+                   const EngineEnvironment& environment, const TestHooks* hooks)
     : plan_(plan),
       device_(device),
-      log_(std::move(log)),
+      log_(environment.log),
       gradient_type_(config.precision.gradients == DataType::bf16 ? kernels::ElementType::bf16
                                                                   : kernels::ElementType::fp32),
       moment_type_(config.precision.moments == MomentType::bf16 ? kernels::ElementType::bf16
@@ -107,17 +108,18 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
       gradient_bytes_(element_bytes(config.precision.gradients)),
       communicators_(std::move(communicators)),
       scheduler_(schedule_chunks(plan, gradient_bytes_), schedule_units(plan, gradient_bytes_), limits) {
-  const offload::Topology topology = offload::discover_topology();
-  const int threads = config.threads.value_or(offload::default_thread_count(topology));
-  pool_ = hooks && hooks->inline_pool ? offload::make_inline_pool() : offload::make_tbb_pool(threads);
-
+  const int threads = config.threads.value_or(share.threads);
+  pool_ = hooks && hooks->inline_pool ? offload::make_inline_pool() : offload::make_tbb_pool(threads, share.cpus);
   pool_serial_ = offload::make_inline_pool();
 
   std::vector<std::string> notes;
   if (plan.host_bytes > 0) {
     offload::HostSlabOptions options;
     options.bytes = plan.host_bytes;
+    options.check_interrupt = environment.check_interrupt;
+    // Ranks that share the machine stay in their own parts of it; one alone is near its drive.
     options.numa_node = device.numa_node() >= 0 ? device.numa_node()
+                        : share.ranks > 1       ? share.numa_node
                         : plan.uses_nvme        ? offload::numa_node_of_path(config.nvme.paths.front())
                                                 : -1;
     slab_ = std::make_unique<offload::HostSlab>(options);
@@ -207,8 +209,15 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
     gather_stream_ = device.make_stream("gather");
     reduce_stream_ = device.make_stream("reduce");
   }
-  cpu_thread_ = std::thread([this] { run_cpu_worker(); });
-  engine_thread_ = std::thread([this] { run(); });
+  // A system that refuses costs speed alone.
+  cpu_thread_ = std::thread([this, cpus = share.cpus] {
+    static_cast<void>(offload::keep_thread_on(cpus));
+    run_cpu_worker();
+  });
+  engine_thread_ = std::thread([this, cpus = share.cpus] {
+    static_cast<void>(offload::keep_thread_on(cpus));
+    run();
+  });
 }
 
 Executor::~Executor() {
@@ -383,15 +392,16 @@ std::uint64_t Executor::bytes_of(const Action& action) const {
   return action.first ? gradient : 3 * gradient;
 }
 
-void Executor::begin_span(Lane lane, std::uint64_t bytes) {
+void Executor::begin_span(Lane lane) {
   LaneState& state = lanes_[static_cast<std::size_t>(lane)];
   if (state.running++ == 0) state.since_ns = now_ns();
-  state.report.bytes += bytes;
   ++state.report.tasks;
 }
 
-void Executor::end_span(Lane lane) {
+// Only what has been moved counts as moved: a time that ends with transfers under way has not seen them.
+void Executor::end_span(Lane lane, std::uint64_t bytes) {
   LaneState& state = lanes_[static_cast<std::size_t>(lane)];
+  state.report.bytes += bytes;
   if (--state.running == 0) state.report.busy_ns += now_ns() - state.since_ns;
 }
 
@@ -415,7 +425,7 @@ void Executor::start(const Action& action) {
   work.action = action;
   work.synchronous = false;
   work.begin_ns = now_ns();
-  begin_span(lane_of(action.task), bytes_of(action));
+  begin_span(lane_of(action.task));
   switch (action.task) {
     case Task::read:
     case Task::write:
@@ -446,10 +456,10 @@ void Executor::finish(Work& work) {
   static constexpr const char* kNames[schedule::kTaskCount] = {"read",   "write",      "copy in", "copy out",
                                                                "update", "accumulate", "gather",  "reduce"};
   const Lane lane = lane_of(action.task);
-  end_span(lane);
+  const std::uint64_t bytes = bytes_of(action);
+  end_span(lane, bytes);
   ++ended_tasks_;
-  spans_.add({lane, kNames[static_cast<int>(action.task)], action.unit, action.chunk, work.begin_ns, now_ns(),
-              bytes_of(action)});
+  spans_.add({lane, kNames[static_cast<int>(action.task)], action.unit, action.chunk, work.begin_ns, now_ns(), bytes});
   if (action.chunk == kNone) {
     try {
       const Channels& channels = channels_[plan_.layout.units[action.unit].communicator];

@@ -8,11 +8,13 @@
 
 #include <ballast/base/wake_event.h>
 #include <ballast/engine/communicator.h>
+#include <ballast/engine/engine.h>
 #include <ballast/engine/report.h>
 #include <ballast/io/chunk_store.h>
 #include <ballast/offload/chunk_work.h>
 #include <ballast/offload/cpu_pool.h>
 #include <ballast/offload/device.h>
+#include <ballast/offload/machine_share.h>
 #include <ballast/offload/slab.h>
 #include <ballast/schedule/scheduler.h>
 
@@ -58,7 +60,8 @@ class Executor {
   // Takes all memory, opens the store, starts the threads. The plan and the device outlive it. Collectives run on two
   // duplicates of each communicator: every rank makes its executor.
   Executor(const Plan& plan, const Config& config, offload::Device& device, Communicators communicators,
-           const schedule::Limits& limits, Log log, const TestHooks* hooks);
+           const offload::MachineShare& share, const schedule::Limits& limits, const EngineEnvironment& environment,
+           const TestHooks* hooks);
   ~Executor();
 
   std::mutex& mutex() { return mutex_; }
@@ -186,8 +189,8 @@ class Executor {
   std::byte* parameter_address(const schedule::Action& action) const;
   offload::ChunkArrays arrays(const schedule::Action& action) const;
   Work& take_work();
-  void begin_span(Lane lane, std::uint64_t bytes);
-  void end_span(Lane lane);
+  void begin_span(Lane lane);
+  void end_span(Lane lane, std::uint64_t bytes);
   static Lane lane_of(schedule::Task task);
   std::uint64_t bytes_of(const schedule::Action& action) const;
   std::string chunk_name(std::uint32_t chunk) const;

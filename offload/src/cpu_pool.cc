@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "ballast/base/check.h"
 #include "ballast/base/error.h"
@@ -39,7 +40,7 @@ class InlinePool final : public CpuPool {
 
 class TbbPool final : public CpuPool {
  public:
-  explicit TbbPool(int threads) : threads_(threads), arena_(threads) {}
+  TbbPool(int threads, std::vector<int> keep_on) : threads_(threads), arena_(threads, std::move(keep_on)) {}
 
   void parallel_for(std::size_t count, std::size_t grain, Body body, void* context) override {
     BALLAST_CHECK(grain != 0);
@@ -70,7 +71,7 @@ class TbbPool final : public CpuPool {
 
 }  // namespace
 
-std::unique_ptr<CpuPool> make_tbb_pool(int threads) {
+std::unique_ptr<CpuPool> make_tbb_pool(int threads, std::vector<int> keep_on) {
   if (threads < 1) {
     throw ConfigError("a CPU pool needs at least one thread; " + std::to_string(threads) + " were asked for");
   }
@@ -78,7 +79,7 @@ std::unique_ptr<CpuPool> make_tbb_pool(int threads) {
   const int width = std::min(threads, TbbArena::allowed_threads());
   // One thread is the caller's own: nothing to hand over, nothing to wait for.
   if (width == 1) return make_inline_pool();
-  return std::make_unique<TbbPool>(width);
+  return std::make_unique<TbbPool>(width, std::move(keep_on));
 }
 
 std::unique_ptr<CpuPool> make_inline_pool() { return std::make_unique<InlinePool>(); }

@@ -17,6 +17,7 @@ class HostDevice final : public Device {
  public:
   explicit HostDevice(const HostDeviceOptions& options)
       : capacity_bytes_(options.capacity_bytes),
+        check_interrupt_(options.check_interrupt),
         before_copy_(std::make_shared<const HostStream::CopyHook>(options.before_copy)) {}
   ~HostDevice() override { unmap_memory(slab_); }
   HostDevice(const HostDevice&) = delete;
@@ -33,7 +34,7 @@ class HostDevice final : public Device {
                       base::format_size(capacity_bytes_) + "). Lower budget.device");
     }
     std::vector<std::string> notes;  // device memory on small pages is slower, not wrong
-    slab_ = map_memory({"device memory (host device)", bytes, -1, true}, discover_topology(), notes);
+    slab_ = map_memory({"device memory (host device)", bytes, -1, true, check_interrupt_}, discover_topology(), notes);
     return slab_.data;
   }
 
@@ -51,6 +52,7 @@ class HostDevice final : public Device {
 
  private:
   std::uint64_t capacity_bytes_;
+  std::function<void()> check_interrupt_;
   std::shared_ptr<const HostStream::CopyHook> before_copy_;
   std::mutex mutex_;
   MappedMemory slab_;  // guarded by mutex_

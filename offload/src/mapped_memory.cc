@@ -30,24 +30,29 @@ namespace {
 using base::format_size;
 
 constexpr std::uint64_t kAlignmentBytes = 2 * base::kMiB;
-// Memory is touched in pieces, so that a signal can come between.
-constexpr std::uint64_t kPopulateBytes = 256 * base::kMiB;
+// Memory is touched in pieces, so that a signal can come between, and be acted on.
+constexpr std::uint64_t kPopulateBytes = 64 * base::kMiB;
 
 std::uint64_t small_page_bytes() { return static_cast<std::uint64_t>(std::max(sysconf(_SC_PAGESIZE), 4096L)); }
 
 std::string errno_text(int error) { return std::string(std::strerror(error)) + ", errno " + std::to_string(error); }
 
-// Backs every page, without the signal that touching an impossible page would raise. Returns 0 or an errno.
-int populate(std::byte* data, std::uint64_t bytes) {
-  for (std::uint64_t at = 0; at < bytes;) {
-    const std::uint64_t piece = std::min(kPopulateBytes, bytes - at);
-    if (madvise(data + at, piece, MADV_POPULATE_WRITE) == 0) {
-      at += piece;
-    } else if (errno == EINVAL) {
-      return populate_by_reading(data + at, bytes - at);  // a kernel before 5.14
-    } else if (errno != EINTR && errno != EAGAIN) {
-      return errno;
+// Backs every page, without the signal that touching an impossible page would raise. Returns 0 or an errno. What
+// check_interrupt throws leaves the memory unmapped.
+int populate(const MapRequest& request, const MappedMemory& memory) {
+  try {
+    for (std::uint64_t at = 0; at < memory.mapped_bytes;) {
+      if (request.check_interrupt) request.check_interrupt();
+      std::byte* const data = memory.data + at;
+      const std::uint64_t piece = std::min(kPopulateBytes, memory.mapped_bytes - at);
+      int error = madvise(data, piece, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+      if (error == EINVAL) error = populate_by_reading(data, piece);  // a kernel before 5.14
+      if (error == 0) at += piece;
+      if (error != 0 && error != EINTR && error != EAGAIN) return error;
     }
+  } catch (...) {
+    unmap_memory(memory);
+    throw;
   }
   return 0;
 }
@@ -102,7 +107,7 @@ std::optional<MappedMemory> map_reserved(const MapRequest& request, const Topolo
   memory.data = static_cast<std::byte*>(address);
   prepare(request, memory, notes);
   // Always backed at once: a huge page that a limit takes away later would end the process with a signal.
-  if (const int error = populate(memory.data, memory.mapped_bytes); error != 0) {
+  if (const int error = populate(request, memory); error != 0) {
     notes.push_back("reserved huge pages are not used: backing them failed (" + errno_text(error) + ")");
     unmap_memory(memory);
     return std::nullopt;
@@ -215,7 +220,7 @@ MappedMemory map_memory(const MapRequest& request, const Topology& topology, std
   }
   if (!request.populate) return memory;
 
-  if (const int error = populate(memory.data, memory.mapped_bytes); error != 0) {
+  if (const int error = populate(request, memory); error != 0) {
     unmap_memory(memory);
     throw PlanError(std::string(request.purpose) + " of " + std::to_string(request.bytes) + " bytes (" +
                     format_size(request.bytes) + ") cannot be backed with pages: " + errno_text(error) + ". " +

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -30,6 +31,7 @@ struct MapRequest {
   std::uint64_t bytes = 0;
   int numa_node = -1;  // -1: no binding
   bool populate = true;
+  std::function<void()> check_interrupt = {};  // called between pieces; what it throws leaves map_memory()
 };
 
 // Takes zeroed memory aligned to 2 MiB, not inherited by fork and absent from core dumps. Throws PlanError with the

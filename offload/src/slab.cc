@@ -13,7 +13,8 @@ namespace ballast::offload {
 
 HostSlab::HostSlab(const HostSlabOptions& options) {
   const MappedMemory mapped =
-      map_memory({"host memory", options.bytes, options.numa_node, options.populate}, discover_topology(), notes_);
+      map_memory({"host memory", options.bytes, options.numa_node, options.populate, options.check_interrupt},
+                 discover_topology(), notes_);
   memory_ = {mapped.data, options.bytes};
   mapped_bytes_ = mapped.mapped_bytes;
   owner_process_ = mapped.owner;

@@ -8,17 +8,58 @@
 #include <oneapi/tbb/parallel_for.h>
 #include <oneapi/tbb/partitioner.h>
 #include <oneapi/tbb/task_arena.h>
+#include <oneapi/tbb/task_scheduler_observer.h>
+#include <sched.h>
 #include <sys/types.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <climits>
+#include <utility>
+
+#include "ballast/offload/machine_share.h"
 
 namespace ballast::offload {
 
+namespace {
+
+// TBB's threads work for many arenas: each stays on this one's CPUs only while it is here.
+class Keeper final : public tbb::task_scheduler_observer {
+ public:
+  Keeper(tbb::task_arena& arena, std::vector<int> cpus) : task_scheduler_observer(arena), cpus_(std::move(cpus)) {
+    if (!cpus_.empty()) observe(true);
+  }
+  ~Keeper() override { observe(false); }
+
+  void on_scheduler_entry(bool worker) override {
+    if (!worker) return;
+    Before& mine = before();
+    mine.known = sched_getaffinity(0, sizeof mine.mask, &mine.mask) == 0;  // beyond 1024 CPUs: left where it is
+    if (mine.known) mine.known = keep_thread_on(cpus_);
+  }
+  void on_scheduler_exit(bool worker) override {
+    if (worker && before().known) sched_setaffinity(0, sizeof before().mask, &before().mask);
+  }
+
+ private:
+  struct Before {
+    cpu_set_t mask;
+    bool known = false;
+  };
+  static Before& before() {
+    static thread_local Before mine;
+    return mine;
+  }
+  std::vector<int> cpus_;
+};
+
+}  // namespace
+
 struct TbbArena::Implementation {
-  explicit Implementation(int threads) : arena(threads, 1), owner(getpid()) {}
+  Implementation(int threads, std::vector<int> keep_on)
+      : arena(threads, 1), keeper(arena, std::move(keep_on)), owner(getpid()) {}
   tbb::task_arena arena;
+  Keeper keeper;
   pid_t owner;
 };
 
@@ -27,7 +68,8 @@ int TbbArena::allowed_threads() {
   return static_cast<int>(std::clamp<std::size_t>(allowed, 1, INT_MAX));
 }
 
-TbbArena::TbbArena(int threads) : implementation_(std::make_unique<Implementation>(threads)) {}
+TbbArena::TbbArena(int threads, std::vector<int> keep_on)
+    : implementation_(std::make_unique<Implementation>(threads, std::move(keep_on))) {}
 
 TbbArena::~TbbArena() {
   // A forked child has none of the arena's threads, and their locks may be held for ever.

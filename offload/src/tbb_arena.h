@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <vector>
 
 namespace ballast::offload {
 
@@ -12,7 +13,7 @@ class TbbArena {
   // The threads that TBB may start in this process, the caller's included.
   static int allowed_threads();
 
-  explicit TbbArena(int threads);
+  TbbArena(int threads, std::vector<int> keep_on);
   ~TbbArena();
   TbbArena(const TbbArena&) = delete;
   TbbArena& operator=(const TbbArena&) = delete;

@@ -87,6 +87,7 @@ Topology discover_topology() {
     for (int cpu = 0; cpu < topology.cpus_online; ++cpu) allowed.push_back(cpu);
   }
   topology.cpus_allowed = static_cast<int>(allowed.size());
+  topology.cpus = allowed;
 
   const MemoryInfo memory = read_memory_info("", topology.notes);
   topology.memory_bytes = memory.total_bytes;

@@ -29,6 +29,26 @@ Config nvme_config(const std::string& path, Timing timing) {
   return config;
 }
 
+// Ctrl-C while memory is filled: commit() is left at once, and has taken nothing.
+TEST(UsageTest, AnInterruptLeavesCommitWhichMayBeTriedAgain) {
+  const TemporaryDirectory directory;
+  for (int which = 0; which < 2; ++which) {  // while the host's memory is filled, while the device's is
+    int calls = 0;
+    EngineEnvironment environment;
+    environment.check_interrupt = [&] {
+      if (calls++ == which) throw std::runtime_error("interrupted");
+    };
+    Engine engine(nvme_config(directory.path(), Timing::just_in_time), environment);
+    SyntheticTrainer trainer(engine, small_model());
+    EXPECT_THROW(engine.commit(), std::runtime_error);
+    EXPECT_EQ(calls, which + 1);
+    engine.commit();
+    trainer.initialize();
+    trainer.step();
+    EXPECT_TRUE(std::isfinite(trainer.last_norm().value));
+  }
+}
+
 TEST(UsageTest, GradientsBelongToThePassTheyWereOpenedIn) {
   for (const Timing timing : {Timing::eager, Timing::just_in_time, Timing::after_backward}) {
     SCOPED_TRACE(to_string(timing));

@@ -2,6 +2,7 @@
 // one rank that takes all ranks' micro-batches, where the order of adding is the same.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/io/testing/faulty_storage.h>
+#include <ballast/offload/topology.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -132,6 +133,50 @@ TEST(RanksTest, PaddingIsCountedNowhereWhereNoWorldSizeDividesTheElements) {
       }
     }
   }
+}
+
+TEST(RanksTest, ShareTheCoresOfTheirMachine) {
+  const TemporaryDirectory directory;
+  Config config = plain_config(directory.path(), Tier::host, Timing::just_in_time);
+  config.threads.reset();
+  const int alone = offload::default_thread_count(offload::discover_topology());
+  for (const int ranks : {1, 2, 5}) {
+    on_ranks(ranks, [&](int, const std::shared_ptr<Communicator>& communicator) {
+      EngineEnvironment environment;
+      environment.communicator = communicator;
+      Engine engine(config, environment);
+      engine.add_unit("u", {{"w", {64}}});
+      engine.commit();
+      EXPECT_EQ(engine.report().ranks_on_machine, ranks);
+      EXPECT_LE(engine.report().threads, std::max(1, alone / ranks + (alone % ranks != 0 ? 1 : 0)));
+      EXPECT_GE(engine.report().threads, std::max(1, alone / ranks));
+    });
+  }
+}
+
+// Each of them would fit alone. Nothing is taken.
+TEST(RanksTest, WhoseMemoryTogetherIsMoreThanTheMachineHasAreRefusedWithTheNumbers) {
+  const TemporaryDirectory directory;
+  const std::uint64_t free = offload::free_memory_bytes(offload::discover_topology());
+  constexpr std::int64_t kUnits = 64, kStateBytes = 16;
+  const auto elements = static_cast<std::int64_t>(free / 10 * 14) / kStateBytes / kUnits;
+  Config config = plain_config(directory.path(), Tier::host, Timing::just_in_time);
+  config.budget.host_bytes = free;
+  config.budget.device_bytes = 16 * static_cast<std::uint64_t>(elements);
+  std::string text;
+  try {
+    on_ranks(2, [&](int, const std::shared_ptr<Communicator>& communicator) {
+      EngineEnvironment environment;
+      environment.communicator = communicator;
+      Engine engine(config, environment);
+      for (std::int64_t u = 0; u < kUnits; ++u) engine.add_unit("u" + std::to_string(u), {{"w", {elements}}});
+      engine.commit();
+    });
+  } catch (const PlanError& error) {
+    text = error.what();
+  }
+  for (const char* const part : {"the 2 ranks on ", " of memory together (this one ", " are free", "per rank"})
+    EXPECT_NE(text.find(part), std::string::npos) << text;
 }
 
 // One unit of every kind of state, large enough that padding to shards is small.

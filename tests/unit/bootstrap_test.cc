@@ -179,6 +179,12 @@ TEST(MakeCommunicator, AWorldThatFellApartIsRefused) {
                 make_communicator({}, false, factories_of(7), lookup_in(with(kSrun, {{"PMIX_RANK", ""}})));
               }),
               HasSubstr("srun --mpi=pmix"));
+  // PMI is offered, and MPI finds itself alone with it: each rank would train by itself, and say nothing.
+  for (const Variables& pmi : {Variables{}, Variables{{"PMIX_RANK", ""}, {"PMI_RANK", "6"}, {"PMI_FD", "9"}}}) {
+    EXPECT_THAT(refusal([&] { make_communicator({}, false, factories_of(1), lookup_in(with(kSrun, pmi))); }),
+                AllOf(HasSubstr("fell apart"), HasSubstr("7 ranks"), HasSubstr("holds 1"), HasSubstr("srun --mpi=pmix"),
+                      HasSubstr("mpirun within the allocation")));
+  }
 }
 
 TEST(MakeCommunicator, WhatIsNotBuiltInIsSaid) {

@@ -238,6 +238,23 @@ TEST(HostSlab, AnAddressSpaceLimitIsAPlanErrorThatSaysSo) {
   EXPECT_THAT(text, HasSubstr("ulimit -v"));
 }
 
+TEST(HostSlab, AnInterruptWhileItIsFilledLeavesNothingMapped) {
+  const auto mapped_pages = [] {
+    std::ifstream status("/proc/self/statm");
+    std::uint64_t pages = 0;
+    status >> pages;
+    return pages;
+  };
+  const std::uint64_t before = mapped_pages();
+  int calls = 0;
+  const auto third = [&] {
+    if (++calls == 3) throw std::runtime_error("interrupted");
+  };
+  EXPECT_THROW(HostSlab({.bytes = 256 * kMiB, .check_interrupt = third}), std::runtime_error);
+  EXPECT_EQ(calls, 3);
+  EXPECT_LT(mapped_pages(), before + (64 * kMiB >> 12));
+}
+
 TEST(MappedMemory, HugePagesThatAreNotReallyThereFallBackWithANote) {
   Topology topology = discover_topology();
   if (topology.huge_pages_free >= 16) GTEST_SKIP() << "this machine has reserved huge pages";

@@ -151,4 +151,19 @@ void check_agreement(Communicator& communicator, std::span<const NamedValue> val
   throw CommunicationError(text + ". Start every rank with the same program, files and options");
 }
 
+std::vector<std::string> gather_texts(Communicator& communicator, const std::string& text) {
+  const auto ranks = static_cast<std::size_t>(communicator.world_size());
+  const std::uint64_t bytes = text.size();
+  std::vector<std::uint64_t> all_bytes(ranks);
+  communicator.all_gather(std::as_bytes(std::span(&bytes, 1)), std::as_writable_bytes(std::span(all_bytes)));
+  const std::size_t most = *std::max_element(all_bytes.begin(), all_bytes.end());
+  std::vector<std::string> texts(ranks);
+  if (most == 0) return texts;
+  std::string mine = text, all(most * ranks, '\0');
+  mine.resize(most);
+  communicator.all_gather(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
+  for (std::size_t rank = 0; rank < ranks; ++rank) texts[rank] = all.substr(rank * most, all_bytes[rank]);
+  return texts;
+}
+
 }  // namespace ballast

@@ -156,6 +156,8 @@ std::string ranks_of(const LaunchInfo& launch) {
   return std::string(to_string(launch.launcher)) + " started " + std::to_string(launch.world_size) + " ranks";
 }
 
+constexpr const char* kCureOfSrun =
+    "Use srun --mpi=pmix (srun --mpi=list tells what there is), or mpirun within the allocation";
 constexpr const char* kUseMpirun = "start CPU ranks with mpirun -n RANKS ballast ...";
 
 }  // namespace
@@ -256,8 +258,7 @@ CommunicatorKind choose_communicator(const Config& config, bool cuda, const Laun
   }
   if (several && launch.launcher == Launcher::slurm && !launch.process_management) {
     throw ConfigError("srun started " + std::to_string(launch.world_size) +
-                      " ranks without PMI, so that MPI sees single ranks. Use srun --mpi=pmix (srun --mpi=list tells "
-                      "what there is), or mpirun within the allocation");
+                      " ranks without PMI, so that MPI sees single ranks. " + kCureOfSrun);
   }
   return kind;
 }
@@ -267,10 +268,15 @@ void check_world(const Communicator& communicator, const LaunchInfo& launch) {
   if (launch.launcher == Launcher::none || actual == launch.world_size) return;
   std::string text = "the world fell apart: " + ranks_of(launch) + ", but the " + std::string(communicator.name()) +
                      " communicator holds " + std::to_string(actual) + ". ";
-  text += launch.launcher == Launcher::other_mpi
-              ? "This program uses Open MPI; start it with Open MPI's mpirun"
-              : "The MPI library and the launcher do not belong together; use the mpirun of the MPI that this program "
-                "was built with";
+  if (launch.launcher == Launcher::other_mpi) {
+    text += "This program uses Open MPI; start it with Open MPI's mpirun";
+  } else if (launch.launcher == Launcher::slurm) {
+    text += std::string("Its PMI is not one that this MPI library speaks. ") + kCureOfSrun;
+  } else {
+    text +=
+        "The MPI library and the launcher do not belong together; use the mpirun of the MPI that this program was "
+        "built with";
+  }
   throw ConfigError(text);
 }
 

@@ -211,6 +211,9 @@ struct EngineEnvironment {
   std::shared_ptr<void> device;                         // an offload::Device of the trainer's
   std::shared_ptr<Communicator> communicator;           // of the trainer's own
   std::shared_ptr<void> test_hooks;                     // for the engine's own tests
+  // Called now and then, on the caller's thread, while commit() works for long. What it throws leaves commit(), which
+  // has then taken nothing. May be empty.
+  std::function<void()> check_interrupt = {};
 };
 
 class Engine {

@@ -15,7 +15,7 @@ enum class Lane : std::uint8_t { nvme_read, nvme_write, host_to_device, device_t
 constexpr int kLaneCount = 7;
 
 struct LaneReport {
-  std::uint64_t bytes = 0;    // moved (cpu: bytes of memory that updates touch)
+  std::uint64_t bytes = 0;    // moved by tasks that have ended (cpu: bytes of memory that updates touch)
   std::uint64_t busy_ns = 0;  // at least one task running, up to now
   std::uint64_t tasks = 0;
   std::uint32_t running = 0;  // tasks under way now; always 0 for compute
@@ -32,6 +32,7 @@ struct Report {
   int rank = 0;
   std::string device, timing, placement, io_backend, io_backend_reason;  // effective
   int threads = 1;
+  int ranks_on_machine = 1;  // that share its cores and memory, this one included
   int zero_stage = 3;
   double resident_fraction = 0;  // of the states' NVMe traffic that placement saves
   std::uint64_t nvme_stored_bytes = 0;

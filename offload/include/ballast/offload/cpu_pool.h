@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <vector>
 
 namespace ballast::offload {
 
@@ -21,8 +22,9 @@ class CpuPool {
 
 // An arena of its own with `threads` slots (the caller fills one), or as many as TBB may start in this process: the
 // CPUs of the affinity mask, unless a tbb::global_control says otherwise. Sets no process-wide limit. Throws
-// ConfigError below one thread.
-std::unique_ptr<CpuPool> make_tbb_pool(int threads);
+// ConfigError below one thread. Threads of TBB's own stay on the CPUs of `keep_on` while they work here (empty: on
+// any).
+std::unique_ptr<CpuPool> make_tbb_pool(int threads, std::vector<int> keep_on = {});
 // The same pieces, on the caller's thread: simulation and reference.
 std::unique_ptr<CpuPool> make_inline_pool();
 

@@ -93,6 +93,7 @@ struct HostDeviceOptions {
   std::uint64_t capacity_bytes = 0;  // 0: as much as the machine and its cgroup allow
   // Test hook: called on the stream's thread before each copy (delays, reordering between streams). May be empty.
   std::function<void(std::string_view stream, std::size_t bytes)> before_copy;
+  std::function<void()> check_interrupt = {};  // while take_slab() fills memory; what it throws leaves that
 };
 std::unique_ptr<Device> make_host_device(const HostDeviceOptions& options = {});
 

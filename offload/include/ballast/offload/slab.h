@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -14,8 +15,9 @@ namespace ballast::offload {
 
 struct HostSlabOptions {
   std::uint64_t bytes = 0;
-  int numa_node = -1;    // -1: no binding
-  bool populate = true;  // touch every page now, so that a lack of memory shows now
+  int numa_node = -1;                          // -1: no binding
+  bool populate = true;                        // touch every page now, so that a lack of memory shows now
+  std::function<void()> check_interrupt = {};  // called in between; what it throws leaves the constructor
 };
 
 class HostSlab {

@@ -17,6 +17,7 @@ struct NumaNode {
 struct Topology {
   int cpus_online = 1;
   int cpus_allowed = 1;                      // affinity mask
+  std::vector<int> cpus;                     // ... its CPUs, ascending
   double cpu_quota = 0;                      // cgroup (v1 or v2); 0: none
   std::uint64_t memory_bytes = 0;            // the machine
   std::uint64_t memory_available_bytes = 0;  // MemAvailable

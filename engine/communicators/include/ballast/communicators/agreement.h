@@ -6,6 +6,7 @@
 
 #include <span>
 #include <string>
+#include <vector>
 
 namespace ballast {
 
@@ -18,5 +19,8 @@ struct NamedValue {
 // CommunicationError, which tells which ranks differ from most of the others, and for each in what: the first value,
 // its name, and where the two texts part, shortened. Costs one all-gather of 16 bytes where all agree.
 void check_agreement(Communicator& communicator, std::span<const NamedValue> values);
+
+// Collective, blocking: one text of any length from every rank, in their order.
+std::vector<std::string> gather_texts(Communicator& communicator, const std::string& text);
 
 }  // namespace ballast
