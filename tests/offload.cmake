@@ -15,7 +15,7 @@ ballast_add_test(machine_share_test LABEL unit TIMEOUT 120
 ballast_add_test(chunk_work_test LABEL unit TIMEOUT 120
   SOURCES unit/chunk_work_test.cc LIBRARIES ballast::offload TBB::tbb)
 ballast_add_test(doctor_test LABEL unit TIMEOUT 120
-  SOURCES unit/doctor_test.cc ${PROJECT_SOURCE_DIR}/bench/cli/doctor.cc
+  SOURCES unit/doctor_test.cc ${PROJECT_SOURCE_DIR}/bench/cli/accelerators.cc ${PROJECT_SOURCE_DIR}/bench/cli/doctor.cc
   LIBRARIES ballast::offload ballast::io ballast::kernels)
 target_include_directories(doctor_test PRIVATE ${PROJECT_SOURCE_DIR}/bench)
 foreach(name cpu_pool_contract_test slab_test topology_test)

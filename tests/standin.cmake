@@ -15,7 +15,7 @@ function(ballast_add_standin target headers)
   add_library(${target} STATIC
     standin/src/streams.cc standin/src/world.cc ${standin_kernel_sources}
     ${cuda_sources}/cuda_device.cc ${cuda_sources}/cuda_kernels.cc ${cuda_sources}/cuda_stream.cc
-    ${cuda_sources}/device_state.cc)
+    ${cuda_sources}/describe.cc ${cuda_sources}/device_state.cc ${cuda_sources}/pci.cc)
   target_compile_features(${target} PUBLIC cxx_std_20)
   target_include_directories(${target} PUBLIC standin/include ${PROJECT_SOURCE_DIR}/offload/cuda/include
                              ${PROJECT_SOURCE_DIR}/kernels/cuda/include PRIVATE ${PROJECT_SOURCE_DIR}/kernels/cuda/src)
@@ -60,7 +60,7 @@ function(ballast_add_standin_nccl target standin headers)
               ${nccl_sources}/src/nccl_communicator.cc ${nccl_sources}/src/nccl_state.cc)
   target_include_directories(${target} PUBLIC ${nccl_sources}/include
                              PRIVATE ${PROJECT_SOURCE_DIR}/engine/communicators/src)
-  target_include_directories(${target} SYSTEM PRIVATE ${headers})
+  target_include_directories(${target} SYSTEM PUBLIC ${headers})
   target_link_libraries(${target} PUBLIC ${standin} ballast_engine PRIVATE Threads::Threads ballast_build)
 endfunction()
 if(BALLAST_CUDA_INCLUDE_DIR AND BALLAST_NCCL_INCLUDE_DIR)
@@ -75,11 +75,43 @@ ballast_add_test(standin_nccl_test LABEL contract TIMEOUT 300
   SOURCES contract/standin_nccl_test.cc stress/allocation_counter.cc
   LIBRARIES ballast_standin_nccl)
 
+# The command as it is where there is a GPU: its objects, with the stand-in behind them.
+if(TARGET ballast)
+  add_executable(ballast_over_standin ${PROJECT_SOURCE_DIR}/bench/cli/gpu_cuda.cc
+                 "$<FILTER:$<TARGET_OBJECTS:ballast>,EXCLUDE,gpu_(none|cuda)[.]cc>")
+  target_compile_definitions(ballast_over_standin PRIVATE BALLAST_HAVE_NCCL=1)
+  target_include_directories(ballast_over_standin PRIVATE ${PROJECT_SOURCE_DIR}/bench)
+  get_target_property(libraries ballast LINK_LIBRARIES)
+  list(FILTER libraries EXCLUDE REGEX "ballast_(cuda|kernels_cuda|nccl)|CLI11|nlohmann")
+  target_link_libraries(ballast_over_standin PRIVATE ballast_standin_nccl ${libraries})
+  # ballast_over_standin_test(<name> <what its output holds> <arguments>...)
+  function(ballast_over_standin_test name expected)
+    add_test(NAME standin_command_${name} COMMAND ballast_over_standin ${ARGN}
+             WORKING_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR})
+    set_tests_properties(standin_command_${name} PROPERTIES LABELS integration TIMEOUT 120
+      PASS_REGULAR_EXPRESSION "${expected}" FAIL_REGULAR_EXPRESSION "Sanitizer" ENVIRONMENT
+      "${BALLAST_TEST_ENVIRONMENT}")
+  endfunction()
+  set(of_gpu --set device=cuda --set budget.device=128MiB --set budget.host=128MiB)
+  ballast_over_standin_test(doctor "GPU 0 +stand-in 0, compute capability 9.0, 1 GiB of which" doctor)
+  ballast_over_standin_test(copy "device, size +cuda, 4 MiB" bench copy ${of_gpu} --size 4MiB --iterations 3)
+  ballast_over_standin_test(collective "1 ranks, nccl; algorithm and bus bandwidth.*all_reduce, 1 MiB"
+    bench collective ${of_gpu} --set communication.backend=nccl --largest 1MiB --iterations 2)
+  foreach(preset cuda cuda-in-memory)
+    ballast_over_standin_test(step_${preset} "efficiency +[0-9]" bench step ${of_gpu} --steps 4
+      --model ${PROJECT_SOURCE_DIR}/configs/models/gpt-tiny.json
+      --engine ${PROJECT_SOURCE_DIR}/configs/engine/${preset}.json)
+  endforeach()
+endif()
+
 if(NOT BALLAST_BENCH)
   return()  # it trains the units of the reference GPT
 endif()
 ballast_add_test(standin_engine_test LABEL integration TIMEOUT 600
-  SOURCES integration/standin_engine_test.cc LIBRARIES ballast_standin ballast_engine ballast_gpt)
+  SOURCES integration/standin_engine_test.cc LIBRARIES ballast_standin_nccl ballast_gpt)
 target_include_directories(standin_engine_test PRIVATE ${PROJECT_SOURCE_DIR}/bench)
 ballast_add_test(standin_ranks_test LABEL integration TIMEOUT 600
   SOURCES integration/standin_ranks_test.cc LIBRARIES ballast_standin_nccl)
+ballast_add_test(standin_failures_test LABEL integration TIMEOUT 900
+  SOURCES integration/standin_failures_test.cc LIBRARIES ballast_standin_nccl)
+target_compile_definitions(standin_failures_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}")

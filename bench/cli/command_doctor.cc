@@ -4,9 +4,12 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "accelerators.h"
 #include "command.h"
 #include "doctor.h"
+#include "gpu.h"
 #include "output_file.h"
+#include "ranks.h"
 
 namespace ballast::cli {
 namespace {
@@ -31,7 +34,10 @@ const char* state_text(const DoctorLine& line) {
 int run(const Options& options) {
   const Config config = options.engine.load();
   OutputFile json_file(options.json);
-  const std::vector<DoctorLine> lines = examine(config.nvme.paths);
+  AcceleratorFacts accelerators = machine_facts();
+  accelerators.mpi_built = communicator_factories().mpi != nullptr;
+  add_gpu_facts(accelerators);
+  const std::vector<DoctorLine> lines = examine(config.nvme.paths, accelerators);
   std::size_t width = 0;
   for (const DoctorLine& line : lines) width = std::max(width, line.what.size());
   nlohmann::ordered_json out = nlohmann::ordered_json::array();
@@ -49,7 +55,8 @@ int run(const Options& options) {
 
 Command add_doctor(CLI::App& app) {
   auto options = std::make_shared<Options>();
-  CLI::App* parser = app.add_subcommand("doctor", "Examine this machine: rings, limits, direct I/O, memory, CPUs");
+  CLI::App* parser =
+      app.add_subcommand("doctor", "Examine this machine: rings, limits, direct I/O, memory, CPUs, GPUs");
   options->engine.add_to(*parser, false);
   parser->add_option("--json", options->json, "Write the findings to FILE")->type_name("FILE");
   return {parser, [options] { return run(*options); }};

@@ -17,6 +17,7 @@
 #include <memory>
 #include <utility>
 
+#include "accelerators.h"
 #include "ballast/base/error.h"
 #include "ballast/base/size.h"
 #include "ballast/io/open_storage.h"
@@ -275,70 +276,9 @@ DoctorLine examine_instructions() {
   return {"instruction sets", State::good, finding, ""};
 }
 
-// --- What this build does not use ------------------------------------------------------------------------------------
-
-bool library_present(const std::string& name) {
-  std::vector<std::string> folders = {
-      "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib",
-      "/usr/local/cuda/lib64"};
-  if (const char* extra = std::getenv("LD_LIBRARY_PATH")) {
-    for (std::string rest = extra; !rest.empty();) {
-      const std::size_t colon = rest.find(':');
-      folders.push_back(rest.substr(0, colon));
-      rest = colon == std::string::npos ? "" : rest.substr(colon + 1);
-    }
-  }
-  for (const std::string& folder : folders) {
-    if (!folder.empty() && access((folder + "/" + name).c_str(), F_OK) == 0) return true;
-  }
-  return false;
-}
-
-bool program_present(const std::string& name) {
-  const char* path = std::getenv("PATH");
-  for (std::string rest = path == nullptr ? "" : path; !rest.empty();) {
-    const std::size_t colon = rest.find(':');
-    if (access((rest.substr(0, colon) + "/" + name).c_str(), X_OK) == 0) return true;
-    rest = colon == std::string::npos ? "" : rest.substr(colon + 1);
-  }
-  return false;
-}
-
-DoctorLine examine_gpu() {
-  const bool device = access("/dev/nvidia0", F_OK) == 0;
-  const bool driver = library_present("libcuda.so.1");
-  if (!device && !driver) return {"GPU", State::good, "none found: the host device computes", ""};
-  const std::string found = device && driver ? "an NVIDIA GPU and its driver are here"
-                            : device         ? "an NVIDIA GPU is here, its driver library is not"
-                                             : "a CUDA driver library is here, a GPU is not";
-  return {"GPU", device ? State::warning : State::good,
-          found + "; this build has the host device only and does not use them",
-          device ? "Train with \"device\": \"host\" (or \"auto\")" : ""};
-}
-
-DoctorLine examine_nccl() {
-  return {"NCCL", State::good,
-          std::string(library_present("libnccl.so.2") ? "found" : "not found") + "; ranks on CPUs run without it", ""};
-}
-
-DoctorLine examine_mpi() {
-  const bool program = program_present("mpirun");
-  const bool library =
-      library_present("libmpi.so") || library_present("libmpi.so.40") || library_present("libmpi.so.12");
-  const std::string finding = std::string("mpirun ") + (program ? "found" : "not found") + ", library " +
-                              (library ? "found" : "not found") + "; several ranks need it, one does not";
-  const char* size = std::getenv("OMPI_COMM_WORLD_SIZE");
-  if (size != nullptr && std::atoi(size) > 1) {
-    return {"MPI", State::warning,
-            "mpirun started " + std::string(size) + " processes; each examines the machine by itself",
-            "Start the doctor without mpirun"};
-  }
-  return {"MPI", State::good, finding, ""};
-}
-
 }  // namespace
 
-std::vector<DoctorLine> examine(const std::vector<std::string>& nvme_paths) {
+std::vector<DoctorLine> examine(const std::vector<std::string>& nvme_paths, const AcceleratorFacts& accelerators) {
   std::vector<DoctorLine> lines;
   const offload::Topology topology = offload::discover_topology();
   const std::string unavailable = io::io_uring_unavailable_reason();
@@ -350,9 +290,7 @@ std::vector<DoctorLine> examine(const std::vector<std::string>& nvme_paths) {
   lines.push_back(examine_memory(topology));
   lines.push_back(examine_cpus(topology));
   lines.push_back(examine_instructions());
-  lines.push_back(examine_gpu());
-  lines.push_back(examine_nccl());
-  lines.push_back(examine_mpi());
+  for (DoctorLine& line : accelerator_lines(accelerators)) lines.push_back(std::move(line));
   for (const std::string& note : topology.notes)
     lines.push_back({"note", State::warning, note, "See that /proc and /sys are mounted"});
   return lines;

@@ -7,6 +7,8 @@
 
 namespace ballast::cli {
 
+struct AcceleratorFacts;  // accelerators.h
+
 struct DoctorLine {
   enum class State { good, warning, bad };  // warning: works, slower or with less; bad: does not work
   using enum State;
@@ -19,6 +21,6 @@ struct DoctorLine {
 // Examines the machine and each directory. A directory that is not there yet is examined where it would be made. Writes
 // and removes one small file per directory and leaves nothing behind; takes well under a second. Never throws for what
 // it finds.
-std::vector<DoctorLine> examine(const std::vector<std::string>& nvme_paths);
+std::vector<DoctorLine> examine(const std::vector<std::string>& nvme_paths, const AcceleratorFacts& accelerators);
 
 }  // namespace ballast::cli

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/error.h>
 #include <ballast/cuda/cuda_device.h>
+#include <ballast/cuda/describe.h>
 #include <ballast/kernels/cuda.h>
 
 #include "gpu.h"
@@ -19,6 +20,33 @@ void add_gpu_communicators([[maybe_unused]] CommunicatorFactories& factories) {
                       const std::shared_ptr<Communicator>& bootstrap) {
     return make_nccl_communicator(options, launch, bootstrap);
   };
+#endif
+}
+
+void add_gpu_facts(AcceleratorFacts& facts) {
+  const cuda::Description all = cuda::describe();
+  facts.cuda_built = true;
+  facts.runtime_version = all.runtime_version;
+  facts.driver_version = all.driver_version;
+  facts.cuda_trouble = all.trouble;
+  for (const cuda::DeviceDescription& d : all.devices) {
+    facts.gpus.push_back({.number = d.number,
+                          .name = d.name,
+                          .compute_major = d.compute_major,
+                          .compute_minor = d.compute_minor,
+                          .memory_bytes = d.memory_bytes,
+                          .free_bytes = d.free_bytes,
+                          .pci = d.pci,
+                          .numa_node = d.numa_node,
+                          .link_speed_most = d.link_speed_most,
+                          .link_speed_now = d.link_speed_now,
+                          .link_width_most = d.link_width_most,
+                          .link_width_now = d.link_width_now,
+                          .trouble = d.trouble});
+  }
+#if BALLAST_HAVE_NCCL
+  facts.nccl_built = true;
+  facts.nccl_version = nccl_version();
 #endif
 }
 

@@ -208,6 +208,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
     }
     gather_stream_ = device.make_stream("gather");
     reduce_stream_ = device.make_stream("reduce");
+    register_with_communicators();
   }
   // A system that refuses costs speed alone.
   cpu_thread_ = std::thread([this, cpus = share.cpus] {
@@ -236,6 +237,7 @@ Executor::~Executor() {
   cpu_thread_.join();
   gather_stream_.reset();
   reduce_stream_.reset();
+  unregister_from_communicators();
   copy_in_.reset();  // drains
   copy_out_.reset();
   close_device();

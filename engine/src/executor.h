@@ -179,6 +179,8 @@ class Executor {
   void do_accumulate(const Work& work);
   void open_device();  // of a device that the host cannot address: streams, pinned memory, failures
   void close_device();
+  void register_with_communicators();
+  void unregister_from_communicators();
   void update_states(const schedule::Action& action, const offload::ChunkArrays& arrays);
   void add_to_store(const schedule::Action& action, const std::byte* contribution);
   void square_sums(std::uint32_t chunk, const std::byte* total, bool on_device);

@@ -31,6 +31,29 @@ void Executor::open_device() {
   });
 }
 
+// Collectives run over the one slab of device memory: each of their transports is told of it once.
+void Executor::register_with_communicators() {
+  bool told = plan_.device_bytes == 0 || !log_;
+  for (const Channels& channels : channels_) {
+    for (Communicator* ranks : {channels.gather.get(), channels.reduce.get(), channels.replicas.get()}) {
+      std::string reason;
+      if (ranks == nullptr || plan_.device_bytes == 0) continue;
+      if (ranks->register_buffer({device_slab_, plan_.device_bytes}, &reason) || told) continue;
+      told = true;
+      log_(LogLevel::warning, "device memory is not registered with " + std::string(ranks->name()) + " (" + reason +
+                                  "); collectives work, slower");
+    }
+  }
+}
+
+void Executor::unregister_from_communicators() {
+  for (const Channels& channels : channels_) {
+    for (Communicator* ranks : {channels.gather.get(), channels.reduce.get(), channels.replicas.get()}) {
+      if (ranks != nullptr) ranks->unregister_buffer({device_slab_, plan_.device_bytes});
+    }
+  }
+}
+
 void Executor::close_device() {
   if (device_.host_addressable()) return;
   kernel_stream_.reset();

@@ -2,6 +2,7 @@
 // it promises of its own: refusals with numbers, failures that are latched and hang nothing, memory that is pinned.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/cuda/cuda_device.h>
+#include <ballast/cuda/describe.h>
 #include <ballast/offload/device_registry.h>
 #include <standin/standin.h>
 #include <unistd.h>
@@ -175,6 +176,44 @@ TEST_F(CudaDeviceTest, TheNumaNodeIsThatOfThePciDevice) {
   EXPECT_EQ(cuda::make_cuda_device({.device = 1, .sysfs_root = root})->numa_node(), 3);
   EXPECT_EQ(cuda::make_cuda_device({.device = 0, .sysfs_root = root})->numa_node(), -1);
   std::filesystem::remove_all(root);
+}
+
+TEST_F(CudaDeviceTest, TheDescriptionTellsMemoryLinkNodeAndTrouble) {
+  const std::string root = testing::TempDir() + "/ballast-sysfs-describe-" + std::to_string(getpid());
+  const std::string folder = root + "/bus/pci/devices/0000:a0:00.0/";
+  std::filesystem::create_directories(folder);
+  std::ofstream(folder + "numa_node") << "1\n";
+  std::ofstream(folder + "max_link_speed") << "32.0 GT/s PCIe\n";
+  std::ofstream(folder + "current_link_speed") << "2.5 GT/s PCIe\n";
+  std::ofstream(folder + "max_link_width") << "16\n";
+  std::ofstream(folder + "current_link_width") << "8\n";
+  standin::configure({.devices = 2, .device_bytes = 64 * kMiB});
+  standin::fail("cudaMemGetInfo", 2, cudaErrorECCUncorrectable);
+  const cuda::Description all = cuda::describe(root);
+  std::filesystem::remove_all(root);
+  EXPECT_EQ(all.runtime_version, 13000);
+  EXPECT_EQ(all.driver_version, 13010);
+  EXPECT_EQ(all.trouble, "");
+  ASSERT_EQ(all.devices.size(), 2u);
+  const cuda::DeviceDescription& first = all.devices[0];
+  EXPECT_EQ(first.name, "stand-in 0");
+  EXPECT_EQ(first.compute_major, 9);
+  EXPECT_EQ(first.memory_bytes, 64 * kMiB);
+  EXPECT_EQ(first.free_bytes, 64 * kMiB);
+  EXPECT_EQ(first.pci, "0000:a0:00.0");
+  EXPECT_EQ(first.numa_node, 1);
+  EXPECT_EQ(first.link_speed_most, "32.0 GT/s PCIe");
+  EXPECT_EQ(first.link_speed_now, "2.5 GT/s PCIe");
+  EXPECT_EQ(first.link_width_most, 16);
+  EXPECT_EQ(first.link_width_now, 8);
+  EXPECT_EQ(first.trouble, "");
+  EXPECT_EQ(all.devices[1].numa_node, -1);
+  EXPECT_EQ(all.devices[1].link_speed_most, "");
+  EXPECT_THAT(all.devices[1].trouble, AllOf(HasSubstr("cudaMemGetInfo"), HasSubstr("cudaErrorECCUncorrectable")));
+
+  standin::reset();
+  standin::configure({.devices = 0});
+  EXPECT_THAT(cuda::describe().trouble, HasSubstr("cudaErrorNoDevice"));
 }
 
 TEST_F(CudaDeviceTest, PinnedMemoryIsCopiedWithoutBlockingAndReadWhenTheCopyRuns) {

@@ -3,6 +3,7 @@
 #include <ballast/communicators/in_process.h>
 #include <ballast/communicators/nccl.h>
 #include <ballast/cuda/cuda_device.h>
+#include <nccl.h>
 #include <standin/standin.h>
 
 #include "communicator_contract.h"
@@ -161,6 +162,64 @@ TEST(NcclCommunicator, FailuresOfNcclAreLatchedByName) {
                  CommunicationError);
     EXPECT_EQ(standin::live().total(), 0U);
   }
+}
+
+TEST(NcclCommunicator, DeviceMemoryIsRegisteredOnceAndGivenBackOnce) {
+  run_world(2, Control::threads, kPatient, [](Communicator& c) {
+    const auto device = cuda::make_cuda_device();
+    const std::span<std::byte> slab(device->take_slab(1 << 16), 1 << 16);
+    std::vector<std::byte> host(4096);
+    std::string reason;
+    const auto own = c.duplicate();
+    c.barrier();
+    EXPECT_TRUE(own->register_buffer(slab, &reason)) << reason;
+    EXPECT_FALSE(own->register_buffer(host, &reason));
+    EXPECT_THAT(reason, ::testing::HasSubstr("ncclCommRegister failed"));
+    c.barrier();
+    EXPECT_EQ(standin::live().registrations, 2U);
+    c.barrier();
+    RankStream stream;
+    own->all_gather(slab.data(), 1024, *stream);
+    stream->synchronize();
+    own->unregister_buffer(slab);
+    own->unregister_buffer(slab);  // not registered any more: nothing
+    own->unregister_buffer(host);
+    own->check();
+    c.barrier();
+    EXPECT_EQ(standin::live().registrations, 0U);
+    c.barrier();
+    // What was not given back goes with its communicator, whether that ends well or not.
+    EXPECT_TRUE(own->register_buffer(slab, &reason)) << reason;
+    EXPECT_TRUE(c.register_buffer(slab, nullptr));
+    c.barrier();
+    if (c.rank() == 0) own->abort("to see what stays");
+    EXPECT_THAT(failure_of([&] { own->barrier(); }), ::testing::HasSubstr("to see what stays"));
+    EXPECT_THROW(own->register_buffer(slab, &reason), CommunicationError);
+    own->unregister_buffer(slab);
+    c.unregister_buffer(slab);  // before the device and its memory go
+  });
+}
+
+TEST(NcclCommunicator, TheStandInRefusesWhatWouldRegisterOrGiveBackWrongly) {
+  standin::reset();
+  ncclUniqueId id;
+  ncclComm_t comm = nullptr;
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  ASSERT_EQ(ncclCommInitRankConfig(&comm, 1, id, 0, &config), ncclInProgress);
+  void* memory = nullptr;
+  ASSERT_EQ(cudaMalloc(&memory, 4096), cudaSuccess);
+  void* handle = nullptr;
+  std::byte host[64];
+  EXPECT_EQ(ncclCommRegister(comm, host, sizeof host, &handle), ncclInvalidArgument);
+  EXPECT_EQ(ncclCommRegister(comm, memory, 4097, &handle), ncclInvalidArgument);  // beyond its end
+  ASSERT_EQ(ncclCommRegister(comm, memory, 4096, &handle), ncclSuccess);
+  EXPECT_EQ(cudaFree(memory), cudaErrorInvalidValue);  // still referred to
+  EXPECT_EQ(ncclCommDeregister(comm, handle), ncclSuccess);
+  EXPECT_EQ(ncclCommDeregister(comm, handle), ncclInvalidArgument);
+  EXPECT_EQ(cudaFree(memory), cudaSuccess);
+  EXPECT_EQ(ncclCommDestroy(comm), ncclSuccess);
+  EXPECT_EQ(standin::live().total(), 0U) << to_string(standin::live());
 }
 
 TEST(NcclCommunicator, AWorldThatIsNotCompleteEndsWithinTheTimeout) {

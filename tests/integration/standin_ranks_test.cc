@@ -1,31 +1,26 @@
 // Ranks on CUDA devices with NCCL between them, over the stand-in: the numbers of ranks on host devices with threads
 // between them, bit for bit, at every stage; with small calls over a control communicator, and over NCCL alone.
 // SPDX-License-Identifier: Apache-2.0
-#include <ballast/communicators/nccl.h>
-#include <ballast/cuda/cuda_device.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <standin/standin.h>
 
-#include "support/on_ranks.h"
-#include "support/random_case.h"
+#include "support/standin_support.h"
 
 namespace ballast {
 namespace {
 
 using testing::Case;
+using testing::gpu_rank;
+using testing::make_case;
+using testing::number_from;
+using testing::of_rank;
+using testing::on_device;
 using testing::on_ranks;
 using testing::Outcome;
 using testing::plain_config;
 using testing::run_case;
 using testing::TemporaryDirectory;
 using testing::Watchdog;
-
-Case of_rank(Case c, int rank, int world_size) {
-  c.options.micro_stride = world_size;
-  c.options.micro_offset = rank;
-  return c;
-}
 
 // Unit 1 is then over halves of the ranks.
 void group(Case& c, const std::shared_ptr<Communicator>& world) {
@@ -51,23 +46,15 @@ std::vector<Outcome> run_on_gpus(int world_size, const Case& c, const Config& co
   const std::vector<std::byte> id = make_nccl_id();
   std::vector<Outcome> outcomes(static_cast<std::size_t>(world_size));
   on_ranks(world_size, [&](int rank, const std::shared_ptr<Communicator>& communicator) {
-    NcclOptions options;
-    options.communicator.timeout = std::chrono::seconds(20);
-    if (with_control) options.control = communicator;
-    options.device = rank;
-    EngineEnvironment environment;
-    environment.device = std::shared_ptr<offload::Device>(cuda::make_cuda_device({.device = rank}));
-    environment.communicator = make_nccl_communicator(options, rank, world_size, id);
     Case mine = of_rank(c, rank, world_size);
-    mine.options.run = [](Stream stream, std::function<void()> work) {
-      const auto on = static_cast<cudaStream_t>(stream.native_handle());
-      if (standin::launch(on, std::move(work)) != cudaSuccess) throw Error("the trainer's kernel: cudaError");
-    };
-    mine.options.view = [](void* data) { return standin::host_view(data); };
+    on_device(mine.options);
+    const EngineEnvironment environment =
+        gpu_rank(rank, world_size, id, with_control ? communicator : nullptr, std::chrono::seconds(20));
     if (grouped) group(mine, environment.communicator);
     outcomes[static_cast<std::size_t>(rank)] = run_case(mine, config, environment);
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "left for the trainer to find";
   });
-  EXPECT_EQ(standin::live().total(), 0U) << "something was not given back";
+  EXPECT_EQ(standin::live().total(), 0U) << to_string(standin::live());
   return outcomes;
 }
 
@@ -121,18 +108,36 @@ TEST(StandInRanks, AUnitOverHalvesOfTheRanksHasTheNumbersOfHostRanks) {
   }
 }
 
-TEST(StandInRanks, RandomStreamTimingsChangeNothing) {
-  const Watchdog watchdog(300);
+// BALLAST_STANDIN_SEEDS sets how many; a seed is the test's only input: model, stage, placement, timing, streams.
+TEST(StandInRanks, RandomModelsInRandomStreamTimingsEqualHostRanks) {
+  const std::uint64_t seeds = number_from("BALLAST_STANDIN_SEEDS", 6);
+  const std::uint64_t begin = number_from("BALLAST_STANDIN_FIRST_SEED", 1);
   const TemporaryDirectory directory;
-  Case c;
-  c.model = testing::small_model(3);
-  c.type = "adamw";
-  Config config = plain_config(directory.path(), Tier::host, Timing::just_in_time);
-  const std::vector<Outcome> expected = run_on_hosts(3, c, config);
-  for (std::uint64_t seed = 1; seed <= 5; ++seed) {
-    SCOPED_TRACE("timing seed " + std::to_string(seed));
-    const std::vector<Outcome> found = run_on_gpus(3, c, config, seed % 2 == 0, seed);
-    for (std::size_t r = 0; r < found.size(); ++r) EXPECT_EQ(found[r].values, expected[r].values);
+  for (std::uint64_t seed = begin; seed < begin + seeds; ++seed) {
+    SCOPED_TRACE("repeat with BALLAST_STANDIN_FIRST_SEED=" + std::to_string(seed) + " BALLAST_STANDIN_SEEDS=1");
+    const Watchdog watchdog(200);
+    const Case c = make_case(seed);
+    base::Random random(seed * 53);
+    auto timing = static_cast<Timing>(1 + random.below(3));
+    if (timing == Timing::eager && (c.clip || c.options.absent)) timing = Timing::just_in_time;
+    Config config = plain_config(directory.path(), Tier::nvme, timing);
+    config.zero_stage = static_cast<int>(random.below(4));
+    config.placement.parameters = config.zero_stage < 3 ? Tier::device : static_cast<Tier>(random.below(3));
+    config.placement.optimizer = static_cast<Tier>(random.below(3));
+    config.placement.gradients = static_cast<Tier>(random.below(2));
+    config.placement.automatic = random.below(4) == 0;
+    Config plain = plain_config(directory.path(), Tier::device, Timing::after_backward);
+    plain.zero_stage = 0;
+    const std::vector<Outcome> expected = run_on_hosts(4, c, plain);
+    const std::vector<Outcome> found = run_on_gpus(4, c, config, random.below(2) == 0, seed);
+    for (std::size_t r = 0; r < found.size(); ++r) {
+      SCOPED_TRACE("rank " + std::to_string(r));
+      EXPECT_EQ(found[r].losses, expected[r].losses);
+      EXPECT_EQ(found[r].norms, expected[r].norms);
+      ASSERT_EQ(found[r].values.size(), expected[r].values.size());
+      EXPECT_EQ(std::memcmp(found[r].values.data(), expected[r].values.data(), 4 * found[r].values.size()), 0);
+    }
+    if (HasFailure()) return;
   }
 }
 
@@ -151,29 +156,17 @@ TEST(StandInRanks, AFailureOfNcclEndsEveryRankWithItsError) {
     std::array<std::string, 2> texts;
     on_ranks(2, [&](int rank, const std::shared_ptr<Communicator>& communicator) {
       try {
-        NcclOptions options;
-        options.communicator.timeout = std::chrono::seconds(5);
-        options.control = communicator;
-        options.device = rank;
-        EngineEnvironment environment;
-        environment.device = std::shared_ptr<offload::Device>(cuda::make_cuda_device({.device = rank}));
-        environment.communicator = make_nccl_communicator(options, rank, 2, id);
+        const EngineEnvironment environment = gpu_rank(rank, 2, id, communicator, std::chrono::seconds(5));
         if (rank == 0) standin::fail(function, 4, cudaErrorUnknown);
         Case mine = of_rank(c, rank, 2);
-        mine.options.run = [](Stream stream, std::function<void()> work) {
-          standin::launch(static_cast<cudaStream_t>(stream.native_handle()), std::move(work));
-        };
-        mine.options.view = [](void* data) { return standin::host_view(data); };
+        on_device(mine.options);
         for (int round = 0; round < 100; ++round) run_case(mine, config, environment);
       } catch (const Error& error) {
         texts[static_cast<std::size_t>(rank)] = error.what();
       }
     });
     for (const std::string& text : texts) EXPECT_THAT(text, ::testing::HasSubstr("system error (2)"));
-    const standin::Live live = standin::live();
-    EXPECT_EQ(live.total(), 0U) << live.streams << " streams, " << live.events << " events, " << live.device_allocations
-                                << " allocations, " << live.pinned_ranges << " pinned ranges, " << live.communicators
-                                << " communicators";
+    EXPECT_EQ(standin::live().total(), 0U) << to_string(standin::live());
   }
 }
 

@@ -63,6 +63,7 @@ struct SyntheticOptions {
   // How host code computes in order with a stream, and sees memory of the device, where not as on the host device.
   std::function<void(Stream, std::function<void()>)> run;
   std::function<void*(void*)> view;
+  std::function<Stream(Engine&)> stream;  // the trainer's own; nothing: the engine's
 };
 
 class SyntheticTrainer {
@@ -101,7 +102,7 @@ class SyntheticTrainer {
   // Returns a sum over what forward saw of the parameters: the "loss", exact to the bit.
   double step() {
     const int number = step_++;
-    Stream stream = engine_.stream();
+    Stream stream = options_.stream ? options_.stream(engine_) : engine_.stream();
     if (options_.evaluate_before && options_.evaluate_before(number)) {
       auto pass = engine_.begin_pass({.kind = Pass::evaluate});
       for (std::size_t u = 0; u < ids_.size(); ++u) {

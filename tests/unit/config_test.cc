@@ -346,6 +346,34 @@ TEST_F(ConfigFile, ShippedConfigurationsLoad) {
   EXPECT_EQ(Config::from_file(folder + "in-memory.json").placement.optimizer, Tier::device);
   EXPECT_EQ(Config::from_file(folder + "host.json").placement.optimizer, Tier::host);
   EXPECT_TRUE(Config::from_file(folder + "auto.json").placement.automatic);
+  for (const char* name : {"cuda.json", "cuda-nvme.json", "cuda-in-memory.json"}) {
+    EXPECT_EQ(Config::from_file(folder + name).device, "cuda") << name;
+  }
+  EXPECT_EQ(Config::from_file(folder + "cuda.json").placement.optimizer, Tier::host);
+  EXPECT_EQ(Config::from_file(folder + "cuda-nvme.json").placement.optimizer, Tier::nvme);
+}
+
+TEST_F(ConfigFile, EveryShippedConfigurationIsValidAndNamesEveryKey) {
+  const std::string folder = std::string(BALLAST_SOURCE_DIR) + "/configs/engine";
+  std::size_t files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    SCOPED_TRACE(entry.path().string());
+    ASSERT_EQ(entry.path().extension(), ".json");
+    const Config config = Config::from_file(entry.path().string());
+    config.validate();
+    EXPECT_GT(config.budget.device_bytes, 0u);
+    EXPECT_GT(config.budget.host_bytes, 0u);
+    EXPECT_FALSE(config.nvme.paths.empty());
+    // What a reader would look for: each key of the outer object is spelt out.
+    std::ifstream in(entry.path());
+    const std::string text{std::istreambuf_iterator<char>(in), {}};
+    for (const char* key : {"zero_stage", "device", "budget", "nvme", "placement", "precision", "optimizer",
+                            "loss_scale", "durability", "threads", "communication"}) {
+      EXPECT_THAT(text, HasSubstr('"' + std::string(key) + "\":"));
+    }
+    ++files;
+  }
+  EXPECT_GE(files, 7u);
 }
 
 }  // namespace

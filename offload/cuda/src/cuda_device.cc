@@ -5,11 +5,9 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <cctype>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <mutex>
 
 #include "ballast/base/error.h"
@@ -18,6 +16,7 @@
 #include "cuda_kernels.h"
 #include "cuda_stream.h"
 #include "device_state.h"
+#include "pci.h"
 
 namespace ballast::cuda {
 namespace {
@@ -36,19 +35,6 @@ int local_rank_from_environment() {
     if (parsed.ec == std::errc() && parsed.ptr == end && rank >= 0) return rank;
   }
   return 0;
-}
-
-int numa_node_of(int device, const std::string& sysfs_root) {
-  char bus[32] = {};
-  if (cudaDeviceGetPCIBusId(bus, sizeof bus, device) != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());
-    return -1;
-  }
-  std::string name(bus);
-  std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
-  std::ifstream file(sysfs_root + "/bus/pci/devices/" + name + "/numa_node");
-  int node = -1;
-  return file >> node ? node : -1;
 }
 
 class CudaDevice final : public offload::Device {
@@ -75,7 +61,8 @@ class CudaDevice final : public offload::Device {
     std::size_t total_bytes = 0;
     state_->require(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
     cudaError_t result = cudaErrorMemoryAllocation;
-    if (bytes <= free_bytes) {
+    const bool tried = bytes <= free_bytes;
+    if (tried) {
       result = cudaMalloc(&allocated_, bytes + kPage);
       if (result != cudaSuccess) {
         static_cast<void>(cudaGetLastError());
@@ -84,10 +71,10 @@ class CudaDevice final : public offload::Device {
     }
     if (result == cudaErrorMemoryAllocation) {
       throw PlanError("device memory of " + std::to_string(bytes) + " bytes (" + base::format_size(bytes) +
-                      ") is not to be had on " + state_->description() + ": cudaErrorMemoryAllocation with " +
-                      std::to_string(free_bytes) + " of " + std::to_string(total_bytes) + " bytes (" +
-                      base::format_size(free_bytes) + " of " + base::format_size(total_bytes) +
-                      ") free. Lower budget.device, or end what else uses the device");
+                      ") is not to be had on " + state_->description() + (tried ? ": cudaMalloc failed, " : ": ") +
+                      "cudaErrorMemoryAllocation with " + std::to_string(free_bytes) + " of " +
+                      std::to_string(total_bytes) + " bytes (" + base::format_size(free_bytes) + " of " +
+                      base::format_size(total_bytes) + ") free. Lower budget.device, or end what else uses the device");
     }
     state_->require(result, "cudaMalloc", std::to_string(bytes) + " bytes");
     const auto address = reinterpret_cast<std::uintptr_t>(allocated_);
@@ -147,7 +134,7 @@ int device_count(std::string* reason) {
   if (result != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
     if (reason != nullptr) {
-      *reason = std::string(cudaGetErrorName(result)) + ", " + cudaGetErrorString(result);
+      *reason = std::string("cudaGetDeviceCount: ") + cudaGetErrorName(result) + ", " + cudaGetErrorString(result);
     }
     return 0;
   }
@@ -185,7 +172,7 @@ std::unique_ptr<offload::Device> make_cuda_device(const CudaDeviceOptions& optio
   auto state = std::make_shared<DeviceState>(device, description, reinterpret_cast<DeviceState::WaitValue>(entry),
                                              options.pin_piece_bytes);
   const DeviceScope scope(*state);
-  return std::make_unique<CudaDevice>(std::move(state), numa_node_of(device, options.sysfs_root));
+  return std::make_unique<CudaDevice>(std::move(state), pci_number(options.sysfs_root, pci_name(device), "numa_node"));
 }
 
 void register_device() {

@@ -126,8 +126,8 @@ void DeviceState::register_memory(std::span<std::byte> memory) {
                              base::format_size(memory.size()) + ") stopped at byte " + std::to_string(at) +
                              ". Lower budget.host, or raise what this process may pin (ulimit -l, the container's)";
     if (is_sticky(result)) latch(std::make_exception_ptr(IoError(text)));
-    if (is_sticky(result)) throw IoError(text);
-    throw PlanError(text);
+    if (result == cudaErrorMemoryAllocation) throw PlanError(text);
+    throw IoError(text);
   }
   const std::lock_guard lock(mutex_);
   ranges_.insert(ranges_.end(), pieces.begin(), pieces.end());

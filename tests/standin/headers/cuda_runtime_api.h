@@ -49,12 +49,17 @@ enum : unsigned {
 };
 struct cudaDeviceProp {
   char name[256];
+  std::size_t totalGlobalMem;
+  int major;
+  int minor;
 };
 
 extern "C" {
 const char* cudaGetErrorName(cudaError_t error);
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError();
+cudaError_t cudaRuntimeGetVersion(int* version);
+cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);

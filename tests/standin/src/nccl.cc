@@ -57,6 +57,7 @@ struct ncclComm {
   std::shared_ptr<Group> group;  // null until the split that makes it is over
   int rank = 0;
   int device = 0;
+  std::vector<std::uint64_t> registered;
   std::uint64_t sequence = 0;
   std::uint64_t split_sequence = 0;
   std::shared_ptr<Split> splitting;     // the last one begun
@@ -69,11 +70,14 @@ struct ncclComm {
 
 namespace {
 
-ncclResult_t entered(const char* function) {
-  const cudaError_t error = standin::enter(function);
+template <standin::FunctionName name>
+ncclResult_t entered() {
+  const cudaError_t error = standin::enter<name>();
   if (error == cudaSuccess) return ncclSuccess;
   return standin::sticky() != cudaSuccess ? ncclUnhandledCudaError : ncclSystemError;
 }
+#define STANDIN_NCCL_ENTER(name) \
+  if (const ncclResult_t standin_result = entered<name>(); standin_result != ncclSuccess) return standin_result
 
 std::size_t bytes_of(ncclDataType_t type) {
   return type == ncclFloat32 ? 4 : type == ncclFloat16 || type == ncclBfloat16 ? 2 : 1;
@@ -118,9 +122,8 @@ void carry_out(const Meeting& m, Kind kind, std::size_t count, ncclDataType_t ty
   }
 }
 
-ncclResult_t queue(const char* function, ncclComm_t comm, Kind kind, const void* source, void* destination,
-                   std::size_t count, ncclDataType_t type, cudaStream_t stream) {
-  if (const ncclResult_t result = entered(function); result != ncclSuccess) return result;
+ncclResult_t queue(ncclComm_t comm, Kind kind, const void* source, void* destination, std::size_t count,
+                   ncclDataType_t type, cudaStream_t stream) {
   const auto work = [group = comm->group, rank = static_cast<std::size_t>(comm->rank), aborted = comm->aborted,
                      place = comm->sequence++, kind, source, destination, count, type] {
     std::unique_lock lock(group->mutex);
@@ -131,7 +134,10 @@ ncclResult_t queue(const char* function, ncclComm_t comm, Kind kind, const void*
     m.destinations[rank] = standin::host_view(destination);
     if (m.come == 0) m.count = count;
     m.matched &= m.count == count;  // ranks that disagree wait for ever, as on a device
-    if (++m.come == group->ranks && m.matched) carry_out(m, kind, count, type);
+    if (++m.come == group->ranks && m.matched) {
+      const std::shared_lock running(standin::execution());
+      carry_out(m, kind, count, type);
+    }
     group->changed.notify_all();
     const auto over = [&] {
       return (m.come == group->ranks && m.matched) || *aborted || standin::sticky() != cudaSuccess;
@@ -141,14 +147,18 @@ ncclResult_t queue(const char* function, ncclComm_t comm, Kind kind, const void*
     if (m.come != group->ranks) m.matched = false;
     if (++m.gone == group->ranks) group->meetings.erase(place);
   };
-  return standin::launch(stream, work) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+  stream->push([&](CUstream_st::Item& item) {
+    item.kind = CUstream_st::Kind::collective;
+    item.work = work;
+  });
+  return ncclSuccess;
 }
 
 ncclComm_t make(std::shared_ptr<Group> group, int rank) {
   auto* const comm = new ncclComm;
   comm->group = std::move(group);
   comm->rank = rank;
-  static_cast<void>(cudaGetDevice(&comm->device));
+  comm->device = standin::current_device();
   ++standin::counts().communicators;
   return comm;
 }
@@ -170,7 +180,7 @@ const char* ncclGetErrorString(ncclResult_t result) {
 const char* ncclGetLastError(ncclComm_t) { return "as the stand-in was told"; }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-  if (const ncclResult_t result = entered("ncclGetUniqueId"); result != ncclSuccess) return result;
+  STANDIN_NCCL_ENTER("ncclGetUniqueId");
   const std::lock_guard lock(groups().mutex);
   std::memset(id, 0, sizeof *id);
   const std::uint64_t number = groups().next++;
@@ -179,7 +189,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t*) {
-  if (const ncclResult_t result = entered("ncclCommInitRankConfig"); result != ncclSuccess) return result;
+  STANDIN_NCCL_ENTER("ncclCommInitRankConfig");
   std::uint64_t number = 0;
   std::memcpy(&number, id.internal, sizeof number);
   const std::lock_guard lock(groups().mutex);
@@ -192,7 +202,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* state) {
-  if (const ncclResult_t result = entered("ncclCommGetAsyncError"); result != ncclSuccess) {
+  if (const ncclResult_t result = entered<"ncclCommGetAsyncError">(); result != ncclSuccess) {
     *state = result;
     return ncclSuccess;
   }
@@ -218,7 +228,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* state) {
 }
 
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int, ncclComm_t* made, ncclConfig_t*) {
-  if (const ncclResult_t result = entered("ncclCommSplit"); result != ncclSuccess) return result;
+  STANDIN_NCCL_ENTER("ncclCommSplit");
   Group& group = *comm->group;
   *made = make(nullptr, 0);
   (*made)->parent_group = comm->group;
@@ -241,39 +251,71 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int, ncclComm_t* made, nc
   return ncclInProgress;
 }
 
-ncclResult_t ncclCommFinalize(ncclComm_t) { return entered("ncclCommFinalize"); }
+ncclResult_t ncclCommFinalize(ncclComm_t) { return entered<"ncclCommFinalize">(); }
+// The communicator goes in any case, so that an error which was only injected leaves nothing behind; but what it still
+// holds on to stays, and is seen.
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  const ncclResult_t result = entered<"ncclCommDestroy">();
   unmake(comm);
-  return ncclSuccess;
+  return result;
 }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  const ncclResult_t result = entered<"ncclCommAbort">();
+  for (const std::uint64_t number : comm->registered) static_cast<void>(standin::release_memory(number));
   unmake(comm);
+  return result;
+}
+
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buffer, std::size_t bytes, void** handle) {
+  STANDIN_NCCL_ENTER("ncclCommRegister");
+  const std::uint64_t number = standin::hold_memory(buffer, bytes);
+  if (number == 0) return ncclInvalidArgument;
+  comm->registered.push_back(number);
+  *handle = reinterpret_cast<void*>(number);
+  return ncclSuccess;
+}
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle) {
+  const ncclResult_t result = entered<"ncclCommDeregister">();
+  const auto number = reinterpret_cast<std::uint64_t>(handle);
+  if (std::erase(comm->registered, number) == 0 || !standin::release_memory(number)) return ncclInvalidArgument;
+  return result;
+}
+
+ncclResult_t ncclGetVersion(int* version) {
+  STANDIN_NCCL_ENTER("ncclGetVersion");
+  *version = 22809;
   return ncclSuccess;
 }
 ncclResult_t ncclCommCount(ncclComm_t comm, int* count) {
+  STANDIN_NCCL_ENTER("ncclCommCount");
   *count = comm->group->ranks;
   return ncclSuccess;
 }
 ncclResult_t ncclCommUserRank(ncclComm_t comm, int* rank) {
+  STANDIN_NCCL_ENTER("ncclCommUserRank");
   *rank = comm->rank;
   return ncclSuccess;
 }
 ncclResult_t ncclCommCuDevice(ncclComm_t comm, int* device) {
+  STANDIN_NCCL_ENTER("ncclCommCuDevice");
   *device = comm->device;
   return ncclSuccess;
 }
 
 ncclResult_t ncclAllGather(const void* source, void* destination, std::size_t count, ncclDataType_t type,
                            ncclComm_t comm, cudaStream_t stream) {
-  return queue("ncclAllGather", comm, Kind::gather, source, destination, count, type, stream);
+  STANDIN_NCCL_ENTER("ncclAllGather");
+  return queue(comm, Kind::gather, source, destination, count, type, stream);
 }
 ncclResult_t ncclReduceScatter(const void* source, void* destination, std::size_t count, ncclDataType_t type,
                                ncclRedOp_t, ncclComm_t comm, cudaStream_t stream) {
-  return queue("ncclReduceScatter", comm, Kind::scatter, source, destination, count, type, stream);
+  STANDIN_NCCL_ENTER("ncclReduceScatter");
+  return queue(comm, Kind::scatter, source, destination, count, type, stream);
 }
 ncclResult_t ncclAllReduce(const void* source, void* destination, std::size_t count, ncclDataType_t type, ncclRedOp_t,
                            ncclComm_t comm, cudaStream_t stream) {
-  return queue("ncclAllReduce", comm, Kind::reduce, source, destination, count, type, stream);
+  STANDIN_NCCL_ENTER("ncclAllReduce");
+  return queue(comm, Kind::reduce, source, destination, count, type, stream);
 }
 
 }  // extern "C"

@@ -40,7 +40,7 @@ cudaError_t wait_until(const Point& point) {
 }
 
 int stream_wait_value(cudaStream_t stream, unsigned long long address, unsigned value, unsigned flags) {
-  const cudaError_t error = enter("cuStreamWaitValue32");
+  const cudaError_t error = enter<"cuStreamWaitValue32">();
   if (error != cudaSuccess) return static_cast<int>(error);
   if (flags != 0 || place_of(reinterpret_cast<void*>(address), 4) != Place::pinned) return cudaErrorInvalidValue;
   stream->push([&](CUstream_st::Item& item) {
@@ -99,8 +99,12 @@ void CUstream_st::run_item(Item& item) {
     return;
   }
   // After a failure nothing runs.
-  if (standin::sticky() != cudaSuccess || standin::enter("execution") != cudaSuccess) {
+  if (standin::sticky() != cudaSuccess || standin::enter<"execution">() != cudaSuccess) {
     standin::kill(cudaErrorLaunchFailure);
+    return;
+  }
+  if (item.kind == Kind::collective) {
+    item.work();
     return;
   }
   const std::shared_lock running(standin::execution());
@@ -121,6 +125,7 @@ void CUstream_st::run_item(Item& item) {
 }
 
 void CUstream_st::run() {
+  standin::current_device() = device_;
   std::unique_lock lock(mutex_);
   for (;;) {
     work_.wait(lock, [&] { return ending_ || taken_ < queued_; });
@@ -157,7 +162,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  const cudaError_t error = standin::enter("cudaStreamDestroy");
+  const cudaError_t error = standin::enter<"cudaStreamDestroy">();
   delete stream;
   --standin::counts().streams;
   return leave(error);
@@ -193,7 +198,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  const cudaError_t error = standin::enter("cudaEventDestroy");
+  const cudaError_t error = standin::enter<"cudaEventDestroy">();
   delete event;
   --standin::counts().events;
   return leave(error);
@@ -210,7 +215,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   STANDIN_ENTER("cudaEventQuery");
   const std::lock_guard lock(event->mutex);
-  return event->point.reached() ? cudaSuccess : cudaErrorNotReady;
+  return leave(event->point.reached() ? cudaSuccess : cudaErrorNotReady);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {

@@ -4,6 +4,8 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstring>
 
@@ -18,7 +20,7 @@ struct Injected {
 struct World {
   std::mutex mutex;
   Settings settings;
-  std::atomic<int> sticky{0};
+  std::array<std::atomic<int>, 64> sticky{};  // by device
   std::map<std::string, std::uint64_t, std::less<>> calls;
   std::multimap<std::string, Injected, std::less<>> injected;
 };
@@ -28,7 +30,7 @@ World& world() {
 }
 
 thread_local cudaError_t last_error = cudaSuccess;
-thread_local int current_device = 0;
+thread_local int current = 0;
 
 struct Allocation {
   std::uintptr_t begin;  // what the program sees; nothing can be read there
@@ -41,8 +43,15 @@ struct Pinned {
   std::size_t bytes;
   bool allocated;
 };
+struct Held {
+  std::uint64_t number;
+  std::uintptr_t begin;
+  std::size_t bytes;
+};
 struct Memory {
   std::mutex mutex;
+  std::vector<Held> held;
+  std::uint64_t next_held = 1;
   std::vector<Allocation> allocations;
   std::vector<Pinned> pinned;
 };
@@ -68,11 +77,11 @@ void reset() {
   World& w = world();
   const std::lock_guard lock(w.mutex);
   w.settings = Settings();
-  w.sticky = 0;
+  for (std::atomic<int>& each : w.sticky) each = 0;
   w.calls.clear();
   w.injected.clear();
   last_error = cudaSuccess;
-  current_device = 0;
+  current = 0;
 }
 
 void configure(const Settings& settings) {
@@ -105,33 +114,67 @@ bool is_sticky(cudaError_t error) {
          error == cudaErrorLaunchTimeout || error == cudaErrorAssert;
 }
 
-cudaError_t sticky() { return static_cast<cudaError_t>(world().sticky.load(std::memory_order_acquire)); }
+namespace {
+
+std::atomic<int>& sticky_of_current() { return world().sticky[static_cast<std::size_t>(current) % 64]; }
+
+std::vector<std::string>& listed() {
+  static std::vector<std::string> instance;
+  return instance;
+}
+
+}  // namespace
+
+int& current_device() { return current; }
+
+bool list_function(const char* function) {
+  listed().emplace_back(function);
+  return true;
+}
+
+std::vector<std::string> functions() {
+  std::vector<std::string> all = listed();
+  std::sort(all.begin(), all.end());
+  all.erase(std::unique(all.begin(), all.end()), all.end());
+  return all;
+}
+
+std::string to_string(const Live& live) {
+  return std::to_string(live.streams) + " streams, " + std::to_string(live.events) + " events, " +
+         std::to_string(live.device_allocations) + " allocations, " + std::to_string(live.pinned_ranges) +
+         " pinned ranges, " + std::to_string(live.communicators) + " communicators, " +
+         std::to_string(live.registrations) + " registrations";
+}
+
+cudaError_t sticky() { return static_cast<cudaError_t>(sticky_of_current().load(std::memory_order_acquire)); }
 
 void kill(cudaError_t error) {
   // What runs has ended before anybody learns of the failure, and frees its memory.
   const std::unique_lock lock(execution());
   int none = 0;
-  world().sticky.compare_exchange_strong(none, static_cast<int>(error));
+  sticky_of_current().compare_exchange_strong(none, static_cast<int>(error));
 }
 
 cudaError_t enter(std::string_view function) {
-  World& w = world();
-  const std::lock_guard lock(w.mutex);
-  auto found = w.calls.find(function);
-  if (found == w.calls.end()) found = w.calls.emplace(function, 0).first;
-  const std::uint64_t number = ++found->second;
-  if (sticky() != cudaSuccess) return sticky();
-  const auto [begin, end] = w.injected.equal_range(function);
-  for (auto injected = begin; injected != end; ++injected) {
-    if (injected->second.at_call != number) continue;
-    if (is_sticky(injected->second.error)) kill(injected->second.error);
-    return injected->second.error;
+  cudaError_t error = cudaSuccess;
+  {
+    World& w = world();
+    const std::lock_guard lock(w.mutex);
+    auto found = w.calls.find(function);
+    if (found == w.calls.end()) found = w.calls.emplace(function, 0).first;
+    const std::uint64_t number = ++found->second;
+    if (sticky() != cudaSuccess) return sticky();
+    const auto [begin, end] = w.injected.equal_range(function);
+    for (auto injected = begin; injected != end; ++injected) {
+      if (injected->second.at_call == number) error = injected->second.error;
+    }
   }
-  return cudaSuccess;
+  if (is_sticky(error)) kill(error);  // waits for what runs, which may have calls to make
+  return error;
 }
 
 cudaError_t leave(cudaError_t error) {
-  if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
+  if (error != cudaSuccess) last_error = error;
   return error;
 }
 
@@ -153,6 +196,7 @@ Live live() {
   const std::lock_guard lock(memory().mutex);
   result.device_allocations = memory().allocations.size();
   result.pinned_ranges = memory().pinned.size();
+  result.registrations = memory().held.size();
   return result;
 }
 
@@ -180,6 +224,20 @@ Place place_of(const void* address, std::size_t bytes) {
   return Place::pageable;
 }
 
+std::uint64_t hold_memory(const void* address, std::size_t bytes) {
+  if (place_of(address, bytes) != Place::device) return 0;
+  Memory& m = memory();
+  const std::lock_guard lock(m.mutex);
+  m.held.push_back({m.next_held++, reinterpret_cast<std::uintptr_t>(address), bytes});
+  return m.held.back().number;
+}
+
+bool release_memory(std::uint64_t number) {
+  Memory& m = memory();
+  const std::lock_guard lock(m.mutex);
+  return std::erase_if(m.held, [&](const Held& each) { return each.number == number; }) > 0;
+}
+
 namespace {
 
 cudaError_t allocate(void** pointer, std::size_t bytes) {
@@ -190,7 +248,7 @@ cudaError_t allocate(void** pointer, std::size_t bytes) {
   }
   Memory& m = memory();
   const std::lock_guard lock(m.mutex);
-  if (bytes > limit - std::min(limit, used_bytes(current_device))) return cudaErrorMemoryAllocation;
+  if (bytes > limit - std::min(limit, used_bytes(current))) return cudaErrorMemoryAllocation;
   const std::size_t mapped = pages(bytes);
   // A page of nothing on either side of the bytes, so that what runs over the end is seen.
   void* const seen = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -200,7 +258,7 @@ cudaError_t allocate(void** pointer, std::size_t bytes) {
   std::byte* const bytes_at = static_cast<std::byte*>(guarded) + kPage;
   if (mprotect(bytes_at, mapped, PROT_READ | PROT_WRITE) != 0) return cudaErrorMemoryAllocation;
   std::memset(bytes_at, 0xA5, std::min<std::size_t>(mapped, std::size_t{1} << 20));  // not zero, as on a device
-  m.allocations.push_back({reinterpret_cast<std::uintptr_t>(seen), bytes, bytes_at, current_device});
+  m.allocations.push_back({reinterpret_cast<std::uintptr_t>(seen), bytes, bytes_at, current});
   *pointer = seen;
   return cudaSuccess;
 }
@@ -230,6 +288,10 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorIllegalAddress";
     case cudaErrorLaunchFailure:
       return "cudaErrorLaunchFailure";
+    case cudaErrorNotReady:
+      return "cudaErrorNotReady";
+    case cudaErrorUnknown:
+      return "cudaErrorUnknown";
     case cudaErrorHostMemoryAlreadyRegistered:
       return "cudaErrorHostMemoryAlreadyRegistered";
     case cudaErrorHostMemoryNotRegistered:
@@ -246,6 +308,19 @@ cudaError_t cudaGetLastError(void) {
   return error;
 }
 
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  STANDIN_ENTER("cudaRuntimeGetVersion");
+  *version = 13000;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDriverGetVersion(int* version) {
+  STANDIN_ENTER("cudaDriverGetVersion");
+  const std::lock_guard lock(standin::world().mutex);
+  *version = standin::world().settings.devices > 0 ? 13010 : 0;
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetDeviceCount(int* count) {
   STANDIN_ENTER("cudaGetDeviceCount");
   const std::lock_guard lock(standin::world().mutex);
@@ -255,13 +330,17 @@ cudaError_t cudaGetDeviceCount(int* count) {
 
 cudaError_t cudaGetDevice(int* device) {
   STANDIN_ENTER("cudaGetDevice");
-  *device = standin::current_device;
+  *device = standin::current;
   return cudaSuccess;
 }
 
 cudaError_t cudaSetDevice(int device) {
   STANDIN_ENTER("cudaSetDevice");
-  standin::current_device = device;
+  {
+    const std::lock_guard lock(standin::world().mutex);
+    if (device < 0 || device >= standin::world().settings.devices) return leave(cudaErrorInvalidDevice);
+  }
+  standin::current = device;
   return cudaSuccess;
 }
 
@@ -269,6 +348,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   STANDIN_ENTER("cudaGetDeviceProperties");
   *properties = cudaDeviceProp{};
   std::snprintf(properties->name, sizeof properties->name, "stand-in %d", device);
+  properties->major = 9;
+  const std::lock_guard lock(standin::world().mutex);
+  properties->totalGlobalMem = standin::world().settings.device_bytes;
   return cudaSuccess;
 }
 
@@ -291,7 +373,7 @@ cudaError_t cudaMemGetInfo(std::size_t* free_bytes, std::size_t* total_bytes) {
     *total_bytes = standin::world().settings.device_bytes;
   }
   const std::lock_guard lock(standin::memory().mutex);
-  *free_bytes = *total_bytes - std::min(*total_bytes, standin::used_bytes(standin::current_device));
+  *free_bytes = *total_bytes - std::min(*total_bytes, standin::used_bytes(standin::current));
   return cudaSuccess;
 }
 
@@ -302,11 +384,14 @@ cudaError_t cudaMalloc(void** pointer, std::size_t bytes) {
 
 cudaError_t cudaFree(void* pointer) {
   // The memory goes in any case, so that an error which was only injected leaves nothing behind.
-  const cudaError_t error = standin::enter("cudaFree");
+  const cudaError_t error = standin::enter<"cudaFree">();
   auto& m = standin::memory();
   const std::lock_guard lock(m.mutex);
   for (auto a = m.allocations.begin(); a != m.allocations.end(); ++a) {
     if (a->begin != reinterpret_cast<std::uintptr_t>(pointer)) continue;
+    for (const auto& each : m.held) {
+      if (each.begin >= a->begin && each.begin < a->begin + a->bytes) return leave(cudaErrorInvalidValue);
+    }
     const std::size_t mapped = standin::pages(a->bytes);
     munmap(pointer, mapped);
     munmap(a->memory - standin::kPage, mapped + 2 * standin::kPage);
@@ -329,7 +414,7 @@ cudaError_t cudaHostRegister(void* pointer, std::size_t bytes, unsigned) {
 }
 
 cudaError_t cudaHostUnregister(void* pointer) {
-  const cudaError_t error = standin::enter("cudaHostUnregister");
+  const cudaError_t error = standin::enter<"cudaHostUnregister">();
   auto& m = standin::memory();
   const std::lock_guard lock(m.mutex);
   for (auto p = m.pinned.begin(); p != m.pinned.end(); ++p) {
@@ -352,7 +437,7 @@ cudaError_t cudaHostAlloc(void** pointer, std::size_t bytes, unsigned) {
 }
 
 cudaError_t cudaFreeHost(void* pointer) {
-  const cudaError_t error = standin::enter("cudaFreeHost");
+  const cudaError_t error = standin::enter<"cudaFreeHost">();
   auto& m = standin::memory();
   const std::lock_guard lock(m.mutex);
   for (auto p = m.pinned.begin(); p != m.pinned.end(); ++p) {

@@ -20,16 +20,35 @@ namespace standin {
 
 // Takes note of a call; what it must return at once, if anything.
 cudaError_t enter(std::string_view function);
+// Every function that is entered stands in the list of them from the program's start, called or not.
+template <std::size_t N>
+struct FunctionName {
+  constexpr FunctionName(const char (&literal)[N]) {  // NOLINT: a literal is a name
+    for (std::size_t i = 0; i < N; ++i) text[i] = literal[i];
+  }
+  char text[N];
+};
+bool list_function(const char* function);
+template <FunctionName name>
+struct Listed {
+  static inline const bool done = list_function(name.text);
+};
+template <FunctionName name>
+cudaError_t enter() {
+  static_cast<void>(Listed<name>::done);
+  return enter(name.text);
+}
 // What a call returns: kept for cudaGetLastError().
 cudaError_t leave(cudaError_t error);
-cudaError_t sticky();            // cudaSuccess while the device is well
+cudaError_t sticky();            // cudaSuccess while the thread's current device is well
 std::shared_mutex& execution();  // shared by whatever runs, on any stream
-void kill(cudaError_t error);    // a sticky error
+void kill(cudaError_t error);    // the current device, with a sticky error
+int& current_device();           // the thread's
 bool is_sticky(cudaError_t error);
 std::uint64_t timing_seed();
 
-#define STANDIN_ENTER(name)                                                                   \
-  if (const cudaError_t standin_error = ::standin::enter(name); standin_error != cudaSuccess) \
+#define STANDIN_ENTER(name)                                                                     \
+  if (const cudaError_t standin_error = ::standin::enter<name>(); standin_error != cudaSuccess) \
   return ::standin::leave(standin_error)
 
 // How far a stream has come; outlives it for events.
@@ -55,6 +74,11 @@ struct Point {
 enum class Place { device, pinned, pageable, bad };
 Place place_of(const void* address, std::size_t bytes);
 
+// Device memory that a communicator refers to, which cannot be freed meanwhile. 0 where it is none; release() is false
+// for a number that is not alive.
+std::uint64_t hold_memory(const void* address, std::size_t bytes);
+bool release_memory(std::uint64_t number);
+
 struct Counts {
   std::atomic<std::size_t> streams{0}, events{0}, communicators{0};
 };
@@ -72,7 +96,8 @@ struct CUstream_st {
   CUstream_st();
   ~CUstream_st();
 
-  enum class Kind : std::uint8_t { copy, zero, launch, wait_event, wait_value };
+  // A collective takes execution() itself, for as long as it does not wait for other ranks.
+  enum class Kind : std::uint8_t { copy, zero, launch, collective, wait_event, wait_value };
   struct Item {
     Kind kind = Kind::copy;
     void* destination = nullptr;
@@ -99,6 +124,7 @@ struct CUstream_st {
   std::uint64_t queued_ = 0, taken_ = 0;
   bool ending_ = false;
   std::uint64_t number_;
+  int device_ = standin::current_device();
   std::thread thread_;
 };
 

@@ -101,6 +101,11 @@ class NcclCommunicator final : public Communicator {
     state_->run_on(handle(stream), NcclState::Large::all_reduce, s, data, data, elements, nccl_type(type));
   }
 
+  bool register_buffer(std::span<std::byte> buffer, std::string* reason) override {
+    return state_->register_buffer(buffer, reason);
+  }
+  void unregister_buffer(std::span<std::byte> buffer) noexcept override { state_->unregister_buffer(buffer); }
+
   std::shared_ptr<Communicator> duplicate() override { return divide(0, false); }
   std::shared_ptr<Communicator> split(int color) override { return divide(color, true); }
   void check() const override { state_->check(); }
@@ -195,6 +200,11 @@ std::shared_ptr<Communicator> started(std::shared_ptr<NcclState> state) {
 
 }  // namespace
 
+int nccl_version() {
+  int version = 0;
+  return ncclGetVersion(&version) == ncclSuccess ? version : 0;
+}
+
 std::vector<std::byte> make_nccl_id() {
   ncclUniqueId id;
   const ncclResult_t result = ncclGetUniqueId(&id);
@@ -220,9 +230,18 @@ std::shared_ptr<Communicator> make_nccl_communicator(const NcclOptions& options,
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
   ncclComm_t comm = nullptr;
-  const ncclResult_t result =
-      communicators::settled(comm, ncclCommInitRankConfig(&comm, world_size, unique, rank, &config), timeout);
-  const ncclResult_t ready = result == ncclInProgress ? communicators::settled(comm, result, timeout) : result;
+  ncclResult_t ready = ncclCommInitRankConfig(&comm, world_size, unique, rank, &config);
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (ready == ncclInProgress && std::chrono::steady_clock::now() <= deadline) {
+    ready = communicators::settled(comm, ready, std::chrono::milliseconds(10));
+    if (options.control == nullptr) continue;
+    try {
+      options.control->check();  // another rank may have given up on the way here
+    } catch (const CommunicationError&) {
+      if (comm != nullptr) static_cast<void>(ncclCommAbort(comm));
+      throw;
+    }
+  }
   if (ready != ncclSuccess) {
     const std::string text =
         ready == ncclInProgress

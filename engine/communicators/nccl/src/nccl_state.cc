@@ -16,23 +16,33 @@ namespace {
 constexpr std::size_t kSliceBytes = 64 * 1024;  // per rank
 constexpr auto kLookEvery = std::chrono::milliseconds(10);
 
-// The communicator's device is current for as long as this lives.
+// The communicator's device is current for as long as this lives, where result() is good.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
     int current = -1;
-    if (cudaGetDevice(&current) == cudaSuccess && current != device && cudaSetDevice(device) == cudaSuccess) {
-      before_ = current;
-    }
+    result_ = cudaGetDevice(&current);
+    if (result_ != cudaSuccess || current == device) return;
+    call_ = "cudaSetDevice";
+    result_ = cudaSetDevice(device);
+    if (result_ == cudaSuccess) before_ = current;
   }
+  // What was the current device a moment ago is so again; where it can no longer be, the trainer's next call says so.
   ~OnDevice() {
-    if (before_ >= 0 && cudaSetDevice(before_) != cudaSuccess) static_cast<void>(cudaGetLastError());
+    if (result_ != cudaSuccess || (before_ >= 0 && cudaSetDevice(before_) != cudaSuccess)) {
+      static_cast<void>(cudaGetLastError());
+    }
   }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
+  cudaError_t result() const { return result_; }
+  const char* call() const { return call_; }
+
  private:
-  int before_ = -1;
+  int before_ = -1;  // -1: nothing to restore
+  const char* call_ = "cudaGetDevice";
+  cudaError_t result_ = cudaSuccess;
 };
 
 }  // namespace
@@ -82,10 +92,14 @@ void NcclState::check() {
 void NcclState::require(cudaError_t result, const char* call) {
   if (result == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());
-  const std::string text = members_.name(members_.rank()) + ": " + call + " failed: " + cudaGetErrorName(result) +
-                           " (" + std::to_string(static_cast<int>(result)) + "), " + cudaGetErrorString(result);
+  const std::string text = cuda_text(result, call);
   fail(text);
   throw CommunicationError(text);
+}
+
+std::string NcclState::cuda_text(cudaError_t result, const char* call) const {
+  return members_.name(members_.rank()) + ": " + call + " failed: " + cudaGetErrorName(result) + " (" +
+         std::to_string(static_cast<int>(result)) + "), " + cudaGetErrorString(result);
 }
 
 // Asks under the lock, each time anew: a failure seen elsewhere aborts, and so frees, what is waited for.
@@ -126,6 +140,7 @@ ncclResult_t NcclState::split_off(int color, ncclComm_t& made) {
 
 void NcclState::start() {
   const OnDevice on(device_);
+  require(on.result(), on.call());
   if (control_ != nullptr) {
     watch_control_ = control_->duplicate();
   } else {
@@ -157,6 +172,11 @@ NcclState::~NcclState() {
   changed_.notify_all();
   if (watchdog_.joinable()) watchdog_.join();
   const bool good = !latch_.failed();
+  if (good && comm_ != nullptr) {
+    for (const Registered& each : registered_) {
+      if (each.handle != nullptr) static_cast<void>(ncclCommDeregister(comm_, each.handle));  // it goes with comm_
+    }
+  }
   for (ncclComm_t* comm : {&small_, &comm_}) {
     if (*comm == nullptr || (comm == &comm_ && !owned_)) continue;
     const ncclResult_t finalized = good ? settled(*comm, ncclCommFinalize(*comm), timeout_) : ncclInProgress;
@@ -188,6 +208,7 @@ void NcclState::fail(std::string_view text, bool tell_control) noexcept {
       if (*comm != nullptr) static_cast<void>(ncclCommAbort(*comm));  // the failure is latched already
       *comm = nullptr;
     }
+    registered_.clear();
     children.swap(children_);
   }
   changed_.notify_all();
@@ -229,6 +250,7 @@ void NcclState::run_on(cudaStream_t stream, Large kind, const Signature& signatu
   const OnDevice on(device_);
   const std::lock_guard order(order_mutex_);
   check();
+  require(on.result(), on.call());
   Pending p = take_pending();
   p.signature = signature;
   // Given back, or watched, whatever happens.
@@ -297,6 +319,7 @@ void NcclState::gather_slice(std::span<const std::byte> mine, std::span<std::byt
     const cudaError_t state = cudaEventQuery(small_done_);
     if (state == cudaSuccess) break;
     if (state != cudaErrorNotReady) require(state, "cudaEventQuery");
+    static_cast<void>(cudaGetLastError());  // "not ready" would be the next that the trainer finds
     if (Clock::now() > deadline) {
       const std::string text = members_.name(members_.rank()) + " waited " + format_seconds(timeout_) +
                                " in a small call for the other ranks; see what became of them";
@@ -309,10 +332,44 @@ void NcclState::gather_slice(std::span<const std::byte> mine, std::span<std::byt
   require(cudaStreamSynchronize(small_stream_), "cudaStreamSynchronize");
 }
 
+bool NcclState::register_buffer(std::span<std::byte> buffer, std::string* reason) {
+  const OnDevice on(device_);
+  const std::lock_guard order(order_mutex_);
+  check();
+  require(on.result(), on.call());
+  const std::lock_guard lock(mutex_);
+  void* handle = nullptr;
+  const ncclResult_t result = comm_ == nullptr || buffer.empty()
+                                  ? ncclInvalidUsage
+                                  : ncclCommRegister(comm_, buffer.data(), buffer.size(), &handle);
+  if (result == ncclSuccess) {
+    registered_.push_back({buffer.data(), handle});
+    return true;
+  }
+  if (reason != nullptr) *reason = nccl_text("ncclCommRegister", result, comm_);
+  return false;
+}
+
+void NcclState::unregister_buffer(std::span<std::byte> buffer) noexcept {
+  const OnDevice on(device_);
+  ncclResult_t result = ncclSuccess;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::find_if(registered_.begin(), registered_.end(),
+                                    [&](const Registered& each) { return each.data == buffer.data(); });
+    if (found == registered_.end()) return;  // aborted since
+    if (found->handle != nullptr) result = ncclCommDeregister(comm_, found->handle);
+    registered_.erase(found);
+  }
+  // What the transport may still refer to is about to go: it must not be used any more. The others have ended too.
+  if (result != ncclSuccess) fail("ncclCommDeregister failed", false);
+}
+
 void NcclState::gather(Signature signature, std::span<const std::byte> mine, std::span<std::byte> all) {
   const OnDevice on(device_);
   const std::lock_guard order(order_mutex_);
   check();
+  require(on.result(), on.call());
   const auto ranks = static_cast<std::size_t>(members_.count());
   std::vector<Signature> signatures(ranks);
   gather_slice(std::as_bytes(std::span(&signature, 1)), std::as_writable_bytes(std::span(signatures)));
@@ -338,6 +395,7 @@ std::shared_ptr<NcclState> NcclState::split(int color, Members members, std::sha
   {
     const std::lock_guard order(order_mutex_);
     check();
+    require(on.result(), on.call());
     ncclComm_t made = nullptr;
     const ncclResult_t result = split_off(color, made);
     child = std::make_shared<NcclState>(made, true, std::move(members), device_, timeout_, std::move(control));
@@ -371,7 +429,10 @@ std::string NcclState::who_is_missing(const Signature& signature) {
 }
 
 void NcclState::watch() {
-  static_cast<void>(cudaSetDevice(device_));  // events are of it anyway
+  if (const cudaError_t result = cudaSetDevice(device_); result != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    fail(cuda_text(result, "cudaSetDevice"));
+  }
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     changed_.wait_for(lock, kLookEvery, [&] { return stopping_; });
@@ -390,19 +451,26 @@ void NcclState::watch() {
         text = members_.name(members_.rank()) + ": " + nccl_text("a collective", state, comm_);
       }
     }
+    const auto reached = [&](cudaEvent_t event) {
+      const cudaError_t result = cudaEventQuery(event);
+      if (result == cudaSuccess) return true;
+      static_cast<void>(cudaGetLastError());
+      if (result != cudaErrorNotReady) text = cuda_text(result, "cudaEventQuery");
+      return false;
+    };
     while (text.empty() && !pending_.empty()) {
       Pending& p = pending_.front();
       if (!p.begun) {
-        p.begun = cudaEventQuery(p.begin) == cudaSuccess;
+        p.begun = reached(p.begin);
         p.since = Clock::now();
         if (!p.begun) break;
       }
-      if (cudaEventQuery(p.end) == cudaSuccess) {
+      if (reached(p.end)) {
         free_.push_back(p);
         pending_.pop_front();
         continue;
       }
-      if (Clock::now() - p.since > timeout_) {
+      if (text.empty() && Clock::now() - p.since > timeout_) {
         const Signature signature = p.signature;
         lock.unlock();
         text = who_is_missing(signature);

@@ -51,6 +51,9 @@ class NcclState {
   // Collective: the ranks of one color, as NCCL numbers them (not negative).
   std::shared_ptr<NcclState> split(int color, Members members, std::shared_ptr<Communicator> control);
   std::uint64_t next_sequence() { return sequence_++; }
+  // As Communicator's.
+  bool register_buffer(std::span<std::byte> buffer, std::string* reason);
+  void unregister_buffer(std::span<std::byte> buffer) noexcept;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -61,12 +64,18 @@ class NcclState {
     bool begun = false;
   };
 
+  struct Registered {
+    const std::byte* data;
+    void* handle;  // NCCL's; null where it chose to do nothing
+  };
+
   void launch(cudaStream_t stream, Large kind, const Pending& p, const std::byte* source, std::byte* destination,
               std::size_t elements, ncclDataType_t type);
   void gather_slice(std::span<const std::byte> mine, std::span<std::byte> all);
   void watch();
   std::string who_is_missing(const Signature& signature);
   void require(cudaError_t result, const char* call);
+  std::string cuda_text(cudaError_t result, const char* call) const;
   // Waits until the communicator, one of the members below, has done what was begun.
   void require(ncclResult_t result, const char* call, const ncclComm_t& comm);
   ncclResult_t split_off(int color, ncclComm_t& made);
@@ -87,6 +96,7 @@ class NcclState {
   std::deque<Pending> pending_;
   std::vector<Pending> free_;
   std::vector<std::weak_ptr<NcclState>> children_;
+  std::vector<Registered> registered_;  // with comm_, and gone with it
   std::condition_variable changed_;
   bool stopping_ = false;
 

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 
 namespace ballast {
@@ -52,6 +53,17 @@ class Communicator {
                                   offload::Stream& stream) = 0;
   // In place, the same order of adding.
   virtual void all_reduce_sum(std::byte* data, std::size_t elements, DataType type, offload::Stream& stream) = 0;
+
+  // --- memory that large calls use again and again ------------------------------------------------------------------
+  // Made known to the transport once, where that makes them faster (NCCL); elsewhere nothing is done. Local: ranks need
+  // not do the same. The memory is the caller's; it is taken back, with no call on it under way, before it goes, or
+  // outlives the communicator. False, with the reason, where the transport refuses: calls on it work all the same.
+  virtual bool register_buffer(std::span<std::byte> buffer, std::string* reason) {
+    static_cast<void>(buffer);
+    static_cast<void>(reason);
+    return true;
+  }
+  virtual void unregister_buffer(std::span<std::byte> buffer) noexcept { static_cast<void>(buffer); }
 
   // --- more of them, and their end ----------------------------------------------------------------------------------
 

@@ -5,8 +5,10 @@
 // source when it runs, not when it is queued; copies of memory that is not pinned block the caller; a copy may not
 // cross the end of a pinned range; waiting for an event that was never recorded holds nobody; streams run beside one
 // another, in an order that a seed varies; a full queue makes the caller wait; a collective holds its stream until
-// every rank has come; after a sticky error nothing runs any more and every call returns it. What it cannot show:
-// launch geometry, memory order within a kernel, speeds.
+// every rank has come; after a sticky error nothing runs any more on that device, and every call made while it is the
+// current one returns it; an event that is not ready is a thread's last error, until that is asked for; memory that a
+// communicator has registered cannot be freed. What it cannot show: launch geometry, memory order within a kernel,
+// speeds.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,6 +18,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 namespace standin {
 
@@ -32,16 +35,20 @@ void configure(const Settings& settings);
 
 // The nth call (from 1, counted from now on) of that function returns the error without doing anything. "execution"
 // stands for the nth piece of work that a stream runs: it fails then, after its call returned success. A sticky error
-// kills the device.
+// kills the current device (of the thread that makes the call, or of the stream).
 void fail(const std::string& function, std::uint64_t nth, cudaError_t error);
 std::uint64_t calls(const std::string& function);  // since reset()
+std::vector<std::string> functions();              // all that fail() can make fail, in alphabetical order
 
 // What the program holds and has not given back.
 struct Live {
-  std::size_t streams = 0, events = 0, device_allocations = 0, pinned_ranges = 0, communicators = 0;
-  std::size_t total() const { return streams + events + device_allocations + pinned_ranges + communicators; }
+  std::size_t streams = 0, events = 0, device_allocations = 0, pinned_ranges = 0, communicators = 0, registrations = 0;
+  std::size_t total() const {
+    return streams + events + device_allocations + pinned_ranges + communicators + registrations;
+  }
 };
 Live live();
+std::string to_string(const Live& live);
 
 // Where the host finds what lies at a device address; other addresses as they are. For launches and assertions.
 void* host_view(const void* address);

@@ -29,6 +29,9 @@ struct NcclOptions {
   int device = -1;                        // -1: the caller's current CUDA device
 };
 
+// Of the library that is linked: 22809 is 2.28.9; 0 where it does not tell.
+int nccl_version();
+
 // What one rank makes and hands to all (an ncclUniqueId).
 std::vector<std::byte> make_nccl_id();
 
