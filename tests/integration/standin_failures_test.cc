@@ -75,10 +75,12 @@ struct Ended {
 };
 
 // Two steps of a small model, as a program would run them.
-Ended train(const Config& config, const std::function<EngineEnvironment()>& environment, const Case& c) {
+Ended train(const Config& config, const std::function<EngineEnvironment()>& make_environment, const Case& c) {
   Ended ended;
+  EngineEnvironment environment;
   try {
-    Engine engine(config, environment());
+    environment = make_environment();
+    Engine engine(config, environment);
     SyntheticTrainer trainer(engine, c.model, c.options);
     engine.commit();
     trainer.initialize();
@@ -89,6 +91,7 @@ Ended train(const Config& config, const std::function<EngineEnvironment()>& envi
   } catch (const Error& error) {
     ended.kind = kind_of(error);
     ended.text = error.what();
+    if (environment.communicator) environment.communicator->abort(error.what());  // as a program does that leaves
   }
   return ended;
 }
@@ -210,7 +213,7 @@ TEST(StandInFailures, EachCallMayFailWhileOneRankTrains) {
 // --- four ranks ------------------------------------------------------------------------------------------------------
 
 constexpr int kRanks = 4;
-constexpr auto kTimeout = 3s;
+constexpr auto kTimeout = testing::kUnderThreadSanitizer ? 10s : 3s;
 
 std::vector<Ended> train_ranks(const Config& config, bool with_control, const std::function<void()>& inject,
                                std::size_t* warnings = nullptr) {
@@ -286,27 +289,33 @@ TEST(StandInFailures, EachCallMayFailWhileFourRanksTrain) {
           EXPECT_LT(standin::calls(function), nth + calls / 4) << "nothing was thrown";
           continue;
         }
-        EXPECT_EQ(failed, kRanks) << "some rank took no notice";
+        // Who had its numbers before a late failure has them; nobody takes no notice of an early one.
+        if (nth == 1) {
+          EXPECT_EQ(failed, kRanks) << "some rank took no notice";
+        }
         // One tells of the call, the others of that rank or of what they waited for.
-        bool right = false;
+        const Ended* best = nullptr;
         std::string texts;
+        int best_score = 0;
         for (const Ended& ended : all) {
-          const bool names = function == "execution" || function == "launch" || sticky ||
-                             ended.text.find(function) != std::string::npos || function == "ncclCommGetAsyncError";
-          if (names && !right) {
-            right = true;
-            expect_right(ended, function, error, sticky);
-          }
+          if (ended.text.empty()) continue;
+          const auto has = [&](const std::string& what) { return ended.text.find(what) != std::string::npos; };
+          int score = 1 + 4 * has(function) + 2 * (has("cudaError") || has("failed: "));
+          if (has("gave up")) score = 0;
+          if (score > best_score) best = &ended;
+          best_score = std::max(best_score, score);
           texts += "\n  " + ended.kind + ": " + ended.text;
         }
-        EXPECT_TRUE(right) << "no rank names the call:" << texts;
+        ASSERT_NE(best, nullptr) << "no rank tells of its own failure:" << texts;
+        SCOPED_TRACE("the ranks' errors:" + texts);
+        expect_right(*best, function, error, sticky);
       }
     }
   }
   EXPECT_GT(failures, 80u);
   for (const std::string& function : standin::functions()) {
     if (kNotInTraining.contains(function) || function == "ncclCommAbort" || function == "ncclReduceScatter") continue;
-    if (function == "cudaMemsetAsync" || function == "ncclAllReduce") continue;
+    if (function == "cudaMemsetAsync" || function == "cudaStreamWaitEvent" || function == "ncclAllReduce") continue;
     EXPECT_TRUE(reached.contains(function)) << function << " is never called by four ranks";
   }
 }

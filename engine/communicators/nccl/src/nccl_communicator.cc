@@ -182,15 +182,17 @@ void require_same_world(const NcclOptions& options, int rank, int world_size) {
 
 int current_device(int wanted) {
   int device = wanted;
-  if (device < 0 && cudaGetDevice(&device) != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());
-    throw ConfigError("NCCL needs a CUDA device, and there is none here");
+  const char* call = "cudaGetDevice";
+  cudaError_t result = device < 0 ? cudaGetDevice(&device) : cudaSuccess;
+  if (result == cudaSuccess) {
+    call = "cudaSetDevice";
+    result = cudaSetDevice(device);
   }
-  const cudaError_t result = cudaSetDevice(device);
   if (result == cudaSuccess) return device;
   static_cast<void>(cudaGetLastError());
-  throw ConfigError("CUDA device " + std::to_string(device) + " cannot be used by NCCL: " + cudaGetErrorName(result) +
-                    ", " + cudaGetErrorString(result));
+  throw ConfigError("CUDA device " + (device < 0 ? "(the current one)" : std::to_string(device)) +
+                    " cannot be used by NCCL: " + call + " failed: " + cudaGetErrorName(result) + ", " +
+                    cudaGetErrorString(result));
 }
 
 std::shared_ptr<Communicator> started(std::shared_ptr<NcclState> state) {
