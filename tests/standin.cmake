@@ -112,6 +112,6 @@ ballast_add_test(standin_engine_test LABEL integration TIMEOUT 600
 target_include_directories(standin_engine_test PRIVATE ${PROJECT_SOURCE_DIR}/bench)
 ballast_add_test(standin_ranks_test LABEL integration TIMEOUT 600
   SOURCES integration/standin_ranks_test.cc LIBRARIES ballast_standin_nccl)
-ballast_add_test(standin_failures_test LABEL integration TIMEOUT 900
+ballast_add_test(standin_failures_test LABEL integration TIMEOUT 1800
   SOURCES integration/standin_failures_test.cc LIBRARIES ballast_standin_nccl)
 target_compile_definitions(standin_failures_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}")

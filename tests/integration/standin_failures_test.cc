@@ -162,7 +162,7 @@ TEST(StandInFailures, EachCallMayFailWhileOneRankTrains) {
   const TemporaryDirectory directory;
   std::size_t failures = 0;
   std::set<std::string> reached;
-  const std::uint64_t parts = number_from("BALLAST_STANDIN_PLACES", 4);
+  const std::uint64_t parts = number_from("BALLAST_STANDIN_PLACES", testing::kUnderThreadSanitizer ? 2 : 4);
   for (const Tier tier : {Tier::device, Tier::nvme}) {
     const Config config = plain_config(directory.path(), tier, Timing::just_in_time);
     const auto environment = [] {
@@ -213,7 +213,7 @@ TEST(StandInFailures, EachCallMayFailWhileOneRankTrains) {
 // --- four ranks ------------------------------------------------------------------------------------------------------
 
 constexpr int kRanks = 4;
-constexpr auto kTimeout = testing::kUnderThreadSanitizer ? 10s : 3s;
+constexpr auto kTimeout = testing::kUnderThreadSanitizer ? 5s : 3s;
 
 std::vector<Ended> train_ranks(const Config& config, bool with_control, const std::function<void()>& inject,
                                std::size_t* warnings = nullptr) {
@@ -254,7 +254,7 @@ std::vector<Ended> train_ranks(const Config& config, bool with_control, const st
 TEST(StandInFailures, EachCallMayFailWhileFourRanksTrain) {
   const TemporaryDirectory directory;
   Config config = plain_config(directory.path(), Tier::host, Timing::just_in_time);
-  const std::uint64_t parts = number_from("BALLAST_STANDIN_PLACES", 2);
+  const std::uint64_t parts = number_from("BALLAST_STANDIN_PLACES", testing::kUnderThreadSanitizer ? 1 : 2);
   std::size_t failures = 0;
   std::set<std::string> reached;
   for (const bool with_control : {true, false}) {
@@ -270,7 +270,9 @@ TEST(StandInFailures, EachCallMayFailWhileFourRanksTrain) {
       const bool tells = !kGiveBack.contains(function) && !kMayFail.contains(function);
       std::uint64_t before_end = calls;
       for (const Ended& ended : plain) before_end = std::min(before_end, ended.calls.at(function));
-      for (const std::uint64_t nth : places(tells ? before_end : calls, parts)) {
+      // Watchdogs ask events by the clock, and go on asking when training has ended.
+      const std::uint64_t among = function == "cudaEventQuery" ? 1 : tells ? before_end : calls;
+      for (const std::uint64_t nth : places(among, parts)) {
         // Both kinds of error by turns; NCCL reports by numbers of its own.
         const bool sticky = function == "execution" || (failures % 3 == 0 && !function.starts_with("nccl"));
         const cudaError_t error = sticky ? cudaErrorIllegalAddress : cudaErrorInvalidValue;
@@ -312,7 +314,7 @@ TEST(StandInFailures, EachCallMayFailWhileFourRanksTrain) {
       }
     }
   }
-  EXPECT_GT(failures, 80u);
+  EXPECT_GT(failures, 50u);
   for (const std::string& function : standin::functions()) {
     if (kNotInTraining.contains(function) || function == "ncclCommAbort" || function == "ncclReduceScatter") continue;
     if (function == "cudaMemsetAsync" || function == "cudaStreamWaitEvent" || function == "ncclAllReduce") continue;
