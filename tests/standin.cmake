@@ -75,33 +75,15 @@ ballast_add_test(standin_nccl_test LABEL contract TIMEOUT 300
   SOURCES contract/standin_nccl_test.cc stress/allocation_counter.cc
   LIBRARIES ballast_standin_nccl)
 
-# The command as it is where there is a GPU: its objects, with the stand-in behind them.
+# The command as it is where there is a GPU: its objects, with the stand-in behind them. For tests/gpu/run --stand-in.
 if(TARGET ballast)
-  add_executable(ballast_over_standin ${PROJECT_SOURCE_DIR}/bench/cli/gpu_cuda.cc
+  add_executable(ballast_over_standin EXCLUDE_FROM_ALL ${PROJECT_SOURCE_DIR}/bench/cli/gpu_cuda.cc
                  "$<FILTER:$<TARGET_OBJECTS:ballast>,EXCLUDE,gpu_(none|cuda)[.]cc>")
   target_compile_definitions(ballast_over_standin PRIVATE BALLAST_HAVE_NCCL=1)
   target_include_directories(ballast_over_standin PRIVATE ${PROJECT_SOURCE_DIR}/bench)
   get_target_property(libraries ballast LINK_LIBRARIES)
   list(FILTER libraries EXCLUDE REGEX "ballast_(cuda|kernels_cuda|nccl)|CLI11|nlohmann")
   target_link_libraries(ballast_over_standin PRIVATE ballast_standin_nccl ${libraries})
-  # ballast_over_standin_test(<name> <what its output holds> <arguments>...)
-  function(ballast_over_standin_test name expected)
-    add_test(NAME standin_command_${name} COMMAND ballast_over_standin ${ARGN}
-             WORKING_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR})
-    set_tests_properties(standin_command_${name} PROPERTIES LABELS integration TIMEOUT 120
-      PASS_REGULAR_EXPRESSION "${expected}" FAIL_REGULAR_EXPRESSION "Sanitizer" ENVIRONMENT
-      "${BALLAST_TEST_ENVIRONMENT}")
-  endfunction()
-  set(of_gpu --set device=cuda --set budget.device=128MiB --set budget.host=128MiB)
-  ballast_over_standin_test(doctor "GPU 0 +stand-in 0, compute capability 9.0, 1 GiB of which" doctor)
-  ballast_over_standin_test(copy "device, size +cuda, 4 MiB" bench copy ${of_gpu} --size 4MiB --iterations 3)
-  ballast_over_standin_test(collective "1 ranks, nccl; algorithm and bus bandwidth.*all_reduce, 1 MiB"
-    bench collective ${of_gpu} --set communication.backend=nccl --largest 1MiB --iterations 2)
-  foreach(preset cuda cuda-in-memory)
-    ballast_over_standin_test(step_${preset} "efficiency +[0-9]" bench step ${of_gpu} --steps 4
-      --model ${PROJECT_SOURCE_DIR}/configs/models/gpt-tiny.json
-      --engine ${PROJECT_SOURCE_DIR}/configs/engine/${preset}.json)
-  endforeach()
 endif()
 
 if(NOT BALLAST_BENCH)
