@@ -305,14 +305,15 @@ std::uint64_t ChunkStore::probe_alignment_bytes(const std::vector<std::string>& 
       static std::atomic<unsigned> count{0};
       const std::string name =
           directory + "/ballast-probe-" + std::to_string(::getpid()) + "-" + std::to_string(++count);
-      // Another rank that probes the same directory may have made it, and remove it again before we are in.
+      // Another rank that probes the same directory may have made it, and remove it again before we are in; and yet
+      // another may have made it anew by the time we look.
       std::optional<ChunkFile> opened;
       for (int tries = 0; !opened; ++tries) {
         directories.make(directory);
         try {
           opened.emplace(name, 0);
         } catch (const IoError&) {
-          if (tries == 100 || ::access(directory.c_str(), F_OK) == 0) throw;
+          if (tries == 100) throw;
         }
       }
       ChunkFile& file = *opened;

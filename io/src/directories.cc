@@ -15,6 +15,7 @@ namespace ballast::io {
 
 void MadeDirectories::make(const std::string& path) {
   if (path.empty()) throw IoError("a storage path is empty: name a directory");
+  int tries = 0;
   for (std::size_t end = 0; end != std::string::npos;) {
     end = path.find('/', end + 1);
     const std::string part = path.substr(0, end);
@@ -30,6 +31,8 @@ void MadeDirectories::make(const std::string& path) {
     made_.reserve(made_.size() + 1);
     if (::mkdir(part.c_str(), 0755) == 0) {
       made_.push_back(part);
+    } else if (errno == ENOENT && ++tries < 100) {
+      end = 0;  // another rank that had made a part of the path has removed it again: from the beginning
     } else if (errno != EEXIST) {  // another rank may be making it too
       throw IoError("storage path " + path + ": directory " + part + " cannot be made: " + errno_text(errno) +
                     "; name a place where you may write");

@@ -23,6 +23,9 @@
 #include <cerrno>
 #include <cstddef>
 #include <filesystem>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "support/io_support.h"
 
@@ -348,6 +351,38 @@ TEST(StorageEnvironment, ADirectoryWithoutTheRightToWriteIsRefusedByNameInTheCal
     EXPECT_TRUE(test::exited_with(status, 0)) << status;
   }
   ::chmod(directory.path().c_str(), 0755);
+}
+
+TEST(StorageEnvironment, RanksThatMakeProbeAndRemoveTheSameDirectoriesDoNotDisturbOneAnother) {
+  test::ScratchDirectory directory;
+  std::array<std::string, 4> errors;
+  std::vector<std::thread> ranks;
+  for (std::size_t i = 0; i < errors.size(); ++i) {
+    ranks.emplace_back([&, i] {
+      try {
+        // Some are always on their way in, the others always on their way out.
+        for (int round = 0; round < 200; ++round) {
+          if (i < 2) {
+            ChunkStore::probe_alignment_bytes({directory / "a/b"});
+          } else {
+            for (int k = 0; k < 50; ++k) {
+              ::mkdir((directory / "a").c_str(), 0755);
+              ::mkdir((directory / "a/b").c_str(), 0755);
+              ::rmdir((directory / "a/b").c_str());
+              ::rmdir((directory / "a").c_str());
+            }
+          }
+        }
+      } catch (const Error& caught) {
+        errors[i] = caught.what();
+      }
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  // A directory may stay: who made it saw another's in it.
+  for (const auto& left : std::filesystem::recursive_directory_iterator(directory.path()))
+    EXPECT_TRUE(left.is_directory()) << left.path();
 }
 
 }  // namespace
