@@ -48,7 +48,7 @@ int run(const Options& options) {
   const std::string kind = config.device == "auto" ? offload::automatic_device() : config.device;
   const std::unique_ptr<offload::Device> device =
       kind == "host" ? offload::make_host_device() : offload::device_backend(kind).make(-1);
-  offload::HostSlab slab({.bytes = 2 * bytes});
+  offload::HostSlab slab({.bytes = 2 * bytes, .check_interrupt = &InterruptGuard::check});
   std::byte* const up = slab.take("up", bytes, 4096);
   std::byte* const down = slab.take("down", bytes, 4096);
   const std::unique_ptr<std::byte[]> pageable(new std::byte[bytes]());

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <optional>
 
 #include "command.h"
@@ -172,6 +173,10 @@ std::uint64_t nvme_bytes(const Report& report) {
          report.lanes[static_cast<std::size_t>(Lane::nvme_write)].bytes;
 }
 
+double sum(const std::vector<double>& values) { return std::accumulate(values.begin(), values.end(), 0.0); }
+
+double largest(const std::vector<double>& values) { return *std::max_element(values.begin(), values.end()); }
+
 double median(std::vector<double> values) {
   if (values.empty()) return std::nan("");
   std::sort(values.begin(), values.end());
@@ -200,6 +205,7 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
   OutputFile trace_file(options.trace);
   EngineEnvironment environment;
   environment.communicator = ranks;
+  environment.check_interrupt = &InterruptGuard::check;
   environment.log = [](LogLevel level, std::string_view text) {
     if (level != LogLevel::debug) std::printf("note: %.*s\n", static_cast<int>(text.size()), text.data());
   };
@@ -213,7 +219,7 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
 
   RunRecord record;
   record.steady_begin = plan;
-  std::vector<double> ratios, raw_rates;
+  std::vector<double> ratios, raw_rates;  // over all ranks; the slowest one counts
   const auto steps = static_cast<std::size_t>(options.steps);
   for (std::size_t i = 0; i < steps;) {
     // The first steps warm up, alone; then as many in a row as a pair takes.
@@ -222,8 +228,9 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
     const Report quiet = report_at_rest(engine);
     if (i == warm_up_steps(steps)) record.steady_begin = quiet;
     if (raw && !quiet.at_rest) throw Error("the engine did not come to rest, so raw transfers would disturb it");
-    ranks->barrier();  // ranks that share a drive measure it together
-    const double rate = raw && warm ? raw->run(StorageBench::Pattern::rewrite).bytes_per_second() : 0;
+    ranks->barrier();  // ranks that share a drive measure it together, from the first byte to the last
+    StorageBench::Result transferred;
+    if (raw && warm) transferred = raw->run(StorageBench::Pattern::rewrite);
     ranks->barrier();
     const std::uint64_t before = nvme_bytes(engine.report());
     double seconds = 0;
@@ -235,15 +242,19 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
       seconds += step.seconds;
       record.steps.push_back(step);
     }
-    if (rate == 0) continue;
-    raw_rates.push_back(rate);
-    ratios.push_back(static_cast<double>(nvme_bytes(engine.report()) - before) / rate / seconds);
+    if (!raw || !warm) continue;
+    const double moved = sum(from_all(*ranks, static_cast<double>(nvme_bytes(engine.report()) - before)));
+    const double raw_bytes = sum(from_all(*ranks, static_cast<double>(transferred.bytes)));
+    const double raw_seconds = largest(from_all(*ranks, transferred.seconds));
+    raw_rates.push_back(raw_bytes / raw_seconds);
+    ratios.push_back(moved / raw_rates.back() / largest(from_all(*ranks, seconds)));
   }
   record.timed_end = engine.report();
   record.end = report_at_rest(engine);
   engine.settle();
+  gather_seconds(*ranks, record);
   if (raw) {
-    const double rate = median(raw_rates);
+    const double rate = median(raw_rates) / ranks->world_size();  // of this rank
     record.rates = StorageRates{rate, rate, rate, raw->direct()};
   }
   const double efficiency = raw ? median(ratios) : record.efficiency();
@@ -260,8 +271,12 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
   if (raw) {
     const auto [low, high] = std::minmax_element(ratios.begin(), ratios.end());
     rows.push_back({"efficiency, lowest and highest pair", fixed_text(*low, 3) + " to " + fixed_text(*high, 3)});
-    rows.push_back({"raw mixed rate, median", rate_text(median(raw_rates))});
+    rows.push_back({ranks->world_size() > 1 ? "raw mixed rate of all ranks, median" : "raw mixed rate, median",
+                    rate_text(median(raw_rates))});
   }
+  if (ranks->world_size() > 1)
+    rows.push_back({"step, fastest and slowest rank", seconds_range(record.rank_step_seconds) + "; their drives busy " +
+                                                          seconds_range(record.rank_nvme_seconds)});
   print_table(rows);
   if (trace_file.wanted()) {
     engine.write_trace(trace_file.temporary_path());

@@ -54,10 +54,11 @@ void admit_memory(std::uint64_t bytes) {
                   " of memory that are free; take a smaller --batch or --sequence, or more --micro-batches");
 }
 
-gpt::TrainSettings settings_of(const Options& options, const Communicator& ranks) {
+gpt::TrainSettings settings_of(const Options& options, Communicator& ranks) {
   gpt::TrainSettings settings;
   settings.world_size = ranks.world_size();
   settings.rank = ranks.rank();
+  settings.threads = threads_of_maths(ranks);
   settings.micro_batches = options.micro_batches;
   settings.batch = options.batch.value_or(4 * options.micro_batches * ranks.world_size());
   settings.sequence = options.sequence;
@@ -122,14 +123,25 @@ void print_closing(const RunRecord& record) {
                                                         (record.rates->direct ? "" : " (no direct I/O: memory)")});
   if (report.steps_discarded > 0)
     rows.push_back({"steps discarded (gradients not finite)", std::to_string(report.steps_discarded)});
+  if (report.world_size > 1)
+    rows.push_back({"step, fastest and slowest rank", seconds_range(record.rank_step_seconds) + "; their drives busy " +
+                                                          seconds_range(record.rank_nvme_seconds)});
   print_table(rows);
 }
 
-// Nothing, with a note, where the paths have no room left for the measurement: training itself can go on.
-std::optional<StorageRates> rates_of(const Config& config, const std::string& backend, int ranks) {
+// Nothing, with a note, where the paths have no room left for the measurement: training itself can go on. The ranks
+// measure side by side, and one that cannot still meets the others.
+std::optional<StorageRates> rates_of(const Config& config, const std::string& backend, Communicator& ranks) {
+  int meetings = 0;
+  const auto meet = [&] {
+    ++meetings;
+    ranks.barrier();
+  };
   try {
-    return measure_storage_rates(config.nvme.paths, config.nvme.block_bytes, config.nvme.queue_depth, backend, ranks);
+    return measure_storage_rates(config.nvme.paths, config.nvme.block_bytes, config.nvme.queue_depth, backend,
+                                 ranks.world_size(), meet);
   } catch (const Error& error) {
+    while (meetings < kRatePasses) meet();
     std::printf("note: the rates of the NVMe paths are not measured, and efficiency is not told: %s\n", error.what());
     return std::nullopt;
   }
@@ -198,6 +210,7 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
   std::mutex mutex;
   EngineEnvironment environment;
   environment.communicator = ranks;
+  environment.check_interrupt = &InterruptGuard::check;
   environment.log = [&](LogLevel level, std::string_view text) {
     if (level == LogLevel::debug) return;
     const std::lock_guard lock(mutex);
@@ -218,7 +231,7 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
   record.tokens_per_step = trainer.tokens_per_step();
   const Report plan = engine.report();
   print_opening(options, plan, *data, trainer);
-  if (plan.nvme_stored_bytes > 0) record.rates = rates_of(config, plan.io_backend, ranks->world_size());
+  if (plan.nvme_stored_bytes > 0) record.rates = rates_of(config, plan.io_backend, *ranks);
 
   try {
     run_steps(options, *ranks, engine, trainer, log, progress, &record);
@@ -226,6 +239,7 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
     progress.finish();
     throw Interrupted(interrupted.signal(), " after step " + std::to_string(record.steps.size()));
   }
+  gather_seconds(*ranks, record);
   print_closing(record);
   if (trace_file.wanted()) {
     engine.write_trace(trace_file.temporary_path());

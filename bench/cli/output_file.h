@@ -15,7 +15,9 @@ using NamedPaths = std::vector<std::pair<std::string, std::string>>;
 void require_distinct(const NamedPaths& outputs, const NamedPaths& others);
 
 // A file that appears at once when all of it is written: a temporary beside it, then a rename. A path that is there and
-// is no regular file (a pipe, /dev/stdout) is written in place; a link to a file stays one.
+// is no regular file (a pipe, a terminal) is written in place, and never cut; what an open descriptor of this process
+// leads to (/dev/stdout, /dev/fd/3, or the very file that standard output goes to) is written through that descriptor,
+// after what has gone there before. A link to a file stays one.
 class OutputFile {
  public:
   // With an empty path nothing is written. Throws ConfigError where the file could not be made.
@@ -32,10 +34,17 @@ class OutputFile {
   void publish(std::string_view text);
 
  private:
+  bool in_place() const { return temporary_ == path_; }
+
   std::string path_;
   std::string temporary_;
+  int descriptor_ = -1;  // of this process's own
   bool published_ = false;
 };
+
+// The open descriptor of this process that a path leads to, or -1: by its place (/dev/stdout, /proc/self/fd/3) or, for
+// standard output and error, by what they write to where that is a file.
+int own_descriptor(const std::string& path);
 
 // A file that grows by whole lines, each written by one call. What an earlier process left of a torn line is cut off.
 class LineLog {
@@ -52,6 +61,7 @@ class LineLog {
  private:
   std::string path_;
   int descriptor_ = -1;
+  bool shared_ = false;  // with standard output or another descriptor
   bool made_ = false;
   bool written_ = false;
 };

@@ -3,15 +3,21 @@
 #include "ranks.h"
 
 #include <ballast/base/error.h>
+#include <ballast/communicators/agreement.h>
 #include <ballast/communicators/bootstrap.h>
 #include <ballast/offload/device_registry.h>
+#include <ballast/offload/machine_share.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
+#include <span>
 #include <string>
 #include <string_view>
 
 #include "gpu.h"
+#include "run_record.h"
 
 namespace ballast::cli {
 namespace {
@@ -48,6 +54,26 @@ int run_on_ranks(const Config& config, const std::function<int(const std::shared
 
 std::string on_first_rank(const Communicator& ranks, const std::string& path) {
   return ranks.rank() == 0 ? path : std::string();
+}
+
+std::vector<double> from_all(Communicator& ranks, double value) {
+  std::vector<double> values(static_cast<std::size_t>(ranks.world_size()));
+  ranks.all_gather(std::as_bytes(std::span(&value, 1)), std::as_writable_bytes(std::span(values)));
+  return values;
+}
+
+void gather_seconds(Communicator& ranks, RunRecord& record) {
+  record.rank_step_seconds = from_all(ranks, record.steady_step_seconds());
+  record.rank_nvme_seconds =
+      from_all(ranks, std::max(record.bound_seconds(Lane::nvme_read), record.bound_seconds(Lane::nvme_write)));
+}
+
+int threads_of_maths(Communicator& ranks) {
+  const offload::Topology topology = offload::discover_topology();
+  const std::vector<std::string> texts = gather_texts(ranks, offload::machine_text(topology));
+  const char* const set = std::getenv("OMP_NUM_THREADS");
+  if (ranks.world_size() == 1 || (set != nullptr && *set != '\0')) return 0;
+  return offload::machine_share(topology, texts, static_cast<std::size_t>(ranks.rank())).threads;
 }
 
 Agreed agree(Communicator& ranks, double value, int signal) {

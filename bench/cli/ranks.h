@@ -9,8 +9,11 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace ballast::cli {
+
+struct RunRecord;
 
 // The kinds of communicator that this command was built with: one of two sources, as CMake found MPI or not.
 CommunicatorFactories communicator_factories();
@@ -23,6 +26,16 @@ int run_on_ranks(const Config& config, const std::function<int(const std::shared
 
 // What a file option means on this rank: only rank 0 writes the run's files.
 std::string on_first_rank(const Communicator& ranks, const std::string& path);
+
+// One number from every rank, in their order. One small exchange.
+std::vector<double> from_all(Communicator& ranks, double value);
+
+// What is known of all ranks of a run: their seconds per step, alone and at their drives. Every rank calls it.
+void gather_seconds(Communicator& ranks, RunRecord& record);
+
+// The threads that a rank's own maths should take: OMP_NUM_THREADS where it is set (0 then: the maths sees to that), or
+// this rank's share of the machine. Every rank calls it.
+int threads_of_maths(Communicator& ranks);
 
 // The mean of a loss over all ranks, and the signal that any of them has seen (0: none). One small exchange.
 struct Agreed {

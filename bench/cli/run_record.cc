@@ -12,6 +12,8 @@
 #include <limits>
 #include <thread>
 
+#include "display.h"
+#include "interrupt.h"
 #include "storage_bench.h"
 
 namespace ballast::cli {
@@ -32,7 +34,8 @@ constexpr std::array<std::pair<Lane, const char*>, 5> kOtherLanes = {{{Lane::hos
 }  // namespace
 
 StorageRates measure_storage_rates(const std::vector<std::string>& paths, std::uint64_t block_bytes,
-                                   std::uint32_t queue_depth, const std::string& backend, int ranks) {
+                                   std::uint32_t queue_depth, const std::string& backend, int ranks,
+                                   const std::function<void()>& together) {
   const std::uint64_t wanted = std::max(kRateBytes / static_cast<std::uint64_t>(ranks), kLeastRateBytes);
   StorageBench bench({.paths = paths,
                       .bytes_per_path = std::max(base::round_down(wanted, block_bytes), block_bytes),
@@ -43,9 +46,13 @@ StorageRates measure_storage_rates(const std::vector<std::string>& paths, std::u
   StorageRates rates;
   bench.prepare();
   using Pattern = StorageBench::Pattern;
-  rates.write_bytes_per_second = bench.run(Pattern::write).bytes_per_second();
-  rates.read_bytes_per_second = bench.run(Pattern::read).bytes_per_second();
-  rates.mixed_bytes_per_second = bench.run(Pattern::rewrite).bytes_per_second();
+  const auto rate = [&](Pattern pattern) {
+    together();
+    return bench.run(pattern).bytes_per_second();
+  };
+  rates.write_bytes_per_second = rate(Pattern::write);
+  rates.read_bytes_per_second = rate(Pattern::read);
+  rates.mixed_bytes_per_second = rate(Pattern::rewrite);
   rates.direct = bench.direct();
   return rates;
 }
@@ -101,6 +108,12 @@ double RunRecord::efficiency() const {
   return largest / steady_step_seconds();
 }
 
+std::string seconds_range(const std::vector<double>& seconds) {
+  if (seconds.empty()) return "n/a";
+  const auto [low, high] = std::minmax_element(seconds.begin(), seconds.end());
+  return fixed_text(*low * 1e3, 1) + " to " + fixed_text(*high * 1e3, 1) + " ms";
+}
+
 Report report_at_rest(const Engine& engine) {
   constexpr int kQuietLooks = 4, kLooks = 6000;
   constexpr std::chrono::milliseconds kBetweenLooks{5};
@@ -112,6 +125,7 @@ Report report_at_rest(const Engine& engine) {
     return started;
   };
   for (int quiet = 0, looks = 0; quiet < kQuietLooks && looks < kLooks; ++looks) {
+    InterruptGuard::check();
     std::this_thread::sleep_for(kBetweenLooks);
     Report next = engine.report();
     // Four looks, as a stream may still have a step to go that lets more begin.
@@ -175,6 +189,14 @@ nlohmann::ordered_json to_json(const RunRecord& record) {
                              {"write_bytes_per_second", finite_or_null(record.rates->write_bytes_per_second)},
                              {"mixed_bytes_per_second", finite_or_null(record.rates->mixed_bytes_per_second)},
                              {"direct", record.rates->direct}};
+  const auto of_ranks = [](const std::vector<double>& values) {
+    Json each = Json::array();
+    for (const double value : values) each.push_back(finite_or_null(value));
+    const auto [low, high] = std::minmax_element(values.begin(), values.end());
+    return Json{{"min", finite_or_null(*low)}, {"max", finite_or_null(*high)}, {"each", std::move(each)}};
+  };
+  if (!record.rank_step_seconds.empty()) out["rank_step_seconds"] = of_ranks(record.rank_step_seconds);
+  if (!record.rank_nvme_seconds.empty()) out["rank_nvme_seconds"] = of_ranks(record.rank_nvme_seconds);
   Json losses = Json::array(), norms = Json::array(), seconds = Json::array();
   for (const StepRecord& step : record.steps) {
     losses.push_back(finite_or_null(step.loss));

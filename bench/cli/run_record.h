@@ -5,6 +5,7 @@
 #include <ballast/engine/engine.h>
 
 #include <cstdint>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -20,9 +21,12 @@ struct StorageRates {
   bool direct = true;
 };
 
-// Measures them in about a second, over at most half a gigabyte per path. Throws IoError.
+constexpr int kRatePasses = 3;
+// Measures them in about a second, over at most half a gigabyte per path. `together` is called before each of
+// the kRatePasses passes: ranks that share a drive measure it at the same time. Throws IoError.
 StorageRates measure_storage_rates(const std::vector<std::string>& paths, std::uint64_t block_bytes,
-                                   std::uint32_t queue_depth, const std::string& backend, int ranks);
+                                   std::uint32_t queue_depth, const std::string& backend, int ranks,
+                                   const std::function<void()>& together);
 
 struct StepRecord {
   double loss = 0;
@@ -41,6 +45,8 @@ struct RunRecord {
   Report end;                         // after the last step, at rest as steady_begin: whole steps' bytes lie between
   std::optional<Report> timed_end;    // right after the last step: what the measured time has seen; nothing: as end
   std::optional<StorageRates> rates;  // where NVMe is used
+  // Of every rank: its mean seconds per step, and those in which its drive had work. Empty: this rank alone is known.
+  std::vector<double> rank_step_seconds, rank_nvme_seconds;
 
   std::size_t steady_steps() const { return steps.size() - warm_up_steps(steps.size()); }
   double steady_step_seconds() const;  // mean
@@ -54,6 +60,9 @@ struct RunRecord {
   std::string bounding_lane() const;
   double efficiency() const;  // NaN where it cannot be told
 };
+
+// "12.0 to 12.3 ms"
+std::string seconds_range(const std::vector<double>& seconds);
 
 // The report once what runs ahead of the next step (reads, write-backs, updates) has come to rest. Between two such
 // reports lie whole steps' bytes, however few the steps. Waits some 20 ms beyond that, 30 seconds at most; not at all

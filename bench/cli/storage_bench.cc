@@ -208,10 +208,12 @@ StorageBench::StorageBench(const StorageBenchOptions& options) : implementation_
   if (window_bytes * names.size() > 8 * base::kGiB)
     throw ConfigError("block size times queue depth times paths needs " +
                       base::format_size(window_bytes * names.size()) + " of buffers; at most 8 GiB is sensible");
-  self.slab.emplace(offload::HostSlabOptions{.bytes = window_bytes * names.size()});
+  self.slab.emplace(
+      offload::HostSlabOptions{.bytes = window_bytes * names.size(), .check_interrupt = &InterruptGuard::check});
   base::Random random(1);
   const auto memory = self.slab->memory();
   for (std::size_t i = 0; i + 8 <= memory.size(); i += 8) {
+    if (i % base::kMiB == 0) InterruptGuard::check();
     const std::uint64_t value = random.next();
     std::memcpy(memory.data() + i, &value, sizeof value);
   }

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -138,6 +139,16 @@ TEST_F(CommandRanks, RefuseABatchThatDoesNotDivideAndAWorldThatWouldFallApart) {
   EXPECT_THAT(apart.error, HasSubstr("each would train alone"));
 }
 
+TEST_F(CommandRanks, ThatSrunStartedWithoutPmiWouldEachTrainAlone) {
+  const auto result = run_program(train(0, {}), {"SLURM_STEP_NUM_TASKS=2", "SLURM_NTASKS=2", "SLURM_PROCID=0",
+                                                 "SLURM_LOCALID=0", "SLURM_NODEID=0", "SLURM_STEP_TASKS_PER_NODE=2"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_EQ(result.error_lines().size(), 1u) << result.error;
+  EXPECT_THAT(result.error, HasSubstr("srun started 2 ranks"));
+  EXPECT_THAT(result.error, HasSubstr("srun --mpi=pmix"));
+  EXPECT_THAT(result.error, HasSubstr("mpirun within the allocation"));
+}
+
 TEST_F(CommandRanks, ThatWereGivenDifferentConfigurationsSayWhichDiffersInWhat) {
   std::vector<std::string> arguments = train(1, {});
   const std::vector<std::string> mine(arguments.begin() + 5, arguments.end());
@@ -169,6 +180,32 @@ TEST_F(CommandRanks, EndWithTwoWhereOneOfThemRefusesWhoeverEndsFirst) {
   const auto result = run_program(train(4, {"--batch", "4", "--set", "budget.device=4KiB"}));
   EXPECT_EQ(result.status, 2) << result.error;
   EXPECT_THAT(result.error, HasSubstr("smallest budget.device: "));
+}
+
+TEST_F(CommandRanks, MeasureStepsAgainstRawTransfersOfAllRanksAtOnce) {
+  const std::string json = scratch_.path() + "/step.json";
+  std::vector<std::string> arguments = world(2);
+  arguments.insert(arguments.end(), {"bench", "step", "--model", source_path("configs/models/gpt-10m.json"), "--engine",
+                                     source_path("configs/engine/nvme.json"), "--steps", "8", "--set",
+                                     "nvme.paths=" + scratch_.path() + "/run", "--set",
+                                     "communication.timeout_seconds=30", "--json", json});
+  const auto result = run_program(arguments);
+  ASSERT_EQ(result.status, 0) << result.error;
+  EXPECT_THAT(result.output, HasSubstr("raw mixed rate of all ranks"));
+  EXPECT_THAT(result.output, HasSubstr("fastest and slowest rank"));
+  const auto out = nlohmann::json::parse(read_file(json));
+  EXPECT_EQ(out["world_size"], 2);
+  for (const char* const key : {"rank_step_seconds", "rank_nvme_seconds"}) {
+    const auto& seconds = out[key];
+    ASSERT_EQ(seconds["each"].size(), 2u) << key;
+    const double a = seconds["each"][0], b = seconds["each"][1];
+    EXPECT_GT(std::min(a, b), 0);
+    EXPECT_EQ(seconds["min"], std::min(a, b));
+    EXPECT_EQ(seconds["max"], std::max(a, b));
+  }
+  // What a step moves, over the rate of all ranks together, against the step of the slowest.
+  ASSERT_EQ(out["efficiency_pairs"].size(), 2u);
+  for (const auto& pair : out["efficiency_pairs"]) EXPECT_GT(pair.get<double>(), 0);
 }
 
 TEST_F(CommandRanks, MeasureCollectivesWithTheBandwidthOfABus) {

@@ -2,11 +2,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/error.h>
 #include <ballast/base/random.h>
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cmath>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -65,6 +68,81 @@ TEST(OutputFile, PathsThatCannotBeWrittenAreRefusedAtOnce) {
   OutputFile null("/dev/null");
   null.publish("x");
   EXPECT_TRUE(std::filesystem::is_character_file("/dev/null"));
+}
+
+// Standard output led to a file for a while, as by a shell.
+class RedirectedOutput {
+ public:
+  explicit RedirectedOutput(const std::string& path) : before_(::dup(STDOUT_FILENO)) {
+    std::fflush(stdout);
+    const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    EXPECT_EQ(::dup2(file, STDOUT_FILENO), STDOUT_FILENO);
+    ::close(file);
+  }
+  ~RedirectedOutput() {
+    std::fflush(stdout);
+    ::dup2(before_, STDOUT_FILENO);
+    ::close(before_);
+  }
+
+ private:
+  int before_;
+};
+
+TEST(OutputFile, WhatGoesToRedirectedStandardOutputComesAfterWhatIsThere) {
+  const ScratchFolder scratch;
+  const std::string path = scratch.path() + "/all";
+  for (const std::string& name : {std::string("/dev/stdout"), std::string("/dev/fd/1"), path}) {
+    {
+      const RedirectedOutput redirected(path);
+      OutputFile file(name);
+      LineLog log(name);
+      std::printf("a table\n");
+      log.append("a line");
+      std::printf("more\n");
+      file.publish("{}\n");
+      std::printf("an end\n");
+    }
+    EXPECT_EQ(read_file(path), "a table\na line\nmore\n{}\nan end\n") << name;
+    EXPECT_THAT(scratch.entries(), ElementsAre("all"));
+  }
+}
+
+TEST(OutputFile, ADescriptorTakesTheFileThatWasWrittenOnTheWay) {
+  const ScratchFolder scratch;
+  const std::string path = scratch.write("three", "");
+  const int three = ::open(path.c_str(), O_WRONLY | O_APPEND);
+  {
+    OutputFile file("/proc/self/fd/" + std::to_string(three));
+    EXPECT_EQ(::write(three, "before\n", 7), 7);
+    std::ofstream(file.temporary_path()) << "trace\n";
+    file.publish();
+  }
+  ::close(three);
+  EXPECT_EQ(read_file(path), "before\ntrace\n");
+  const int reading = ::open(path.c_str(), O_RDONLY);
+  EXPECT_THROW(OutputFile("/dev/fd/" + std::to_string(reading)), ConfigError);
+  ::close(reading);
+}
+
+TEST(OutputFile, ADeviceOrAPipeIsWrittenInPlace) {
+  const ScratchFolder scratch;
+  const std::string pipe = scratch.path() + "/pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  const int reader = ::open(pipe.c_str(), O_RDONLY | O_NONBLOCK);
+  OutputFile(pipe).publish("through\n");
+  char text[32] = {};
+  EXPECT_EQ(::read(reader, text, sizeof text), 8);
+  EXPECT_STREQ(text, "through\n");
+  ::close(reader);
+  EXPECT_THAT(scratch.entries(), ElementsAre("pipe"));
+}
+
+TEST(OutputFile, RedirectedStandardOutputMayBeNamedTwice) {
+  const ScratchFolder scratch;
+  const std::string path = scratch.path() + "/all";
+  const RedirectedOutput redirected(path);
+  EXPECT_NO_THROW(require_distinct({{"--json", "/dev/stdout"}, {"--log", "/dev/stdout"}}, {}));
 }
 
 TEST(LineLog, CutsATornLineOfAnyLengthAndKeepsWholeOnes) {
