@@ -33,3 +33,11 @@ target_include_directories(unit_communicators_test PRIVATE ${PROJECT_SOURCE_DIR}
 ballast_add_test(ranks_test LABEL integration TIMEOUT 900 SOURCES integration/ranks_test.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(ranks_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
+ballast_add_test(crash_test LABEL stress TIMEOUT 600 SOURCES stress/crash_test.cc
+  LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
+target_include_directories(crash_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
+ballast_add_test(durability_test LABEL integration TIMEOUT 600 SOURCES integration/durability_test.cc
+  LIBRARIES ballast::engine)
+ballast_add_test(manifest_test LABEL unit TIMEOUT 120 SOURCES unit/manifest_test.cc
+  LIBRARIES ballast::engine ballast_io ballast_offload)
+target_include_directories(manifest_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)

@@ -69,8 +69,9 @@ gpt::TrainSettings settings_of(const Options& options, Communicator& ranks) {
 }
 
 void check(const Options& options) {
-  if (!options.checkpoint.empty() || options.every != 0)
-    throw ConfigError("this build writes no checkpoints: leave out --checkpoint and --every");
+  if (options.every != 0 && options.checkpoint.empty())
+    throw ConfigError("--every says how often to save, and nothing says where: give --checkpoint DIR");
+  if (options.resume && options.overwrite) throw ConfigError("--resume and --overwrite exclude each other");
   if (options.learning_rate &&
       !(std::isfinite(static_cast<float>(*options.learning_rate)) && *options.learning_rate >= 0))
     throw ConfigError("--learning-rate must be a finite number, 0 or more");
@@ -99,6 +100,10 @@ void print_opening(const Options& options, const Report& report, const gpt::Byte
 
 void print_closing(const RunRecord& record) {
   const Report& report = record.end;
+  if (record.steps.empty()) {
+    std::printf("all %llu steps had been made before\n", static_cast<unsigned long long>(record.first_step));
+    return;
+  }
   const std::size_t last = std::min<std::size_t>(10, record.steps.size());
   double recent = 0;
   for (std::size_t i = record.steps.size() - last; i < record.steps.size(); ++i)
@@ -157,20 +162,40 @@ std::string log_line(std::uint64_t index, const StepRecord& step, bool updated) 
   return line.dump();
 }
 
-std::string progress_line(std::uint64_t done, std::int64_t steps, const StepRecord& step, double seconds,
-                          std::uint64_t tokens) {
+// `done` of `steps` that this process runs; `index` counts from the run's beginning.
+std::string progress_line(std::uint64_t index, std::uint64_t done, std::uint64_t steps, const StepRecord& step,
+                          double seconds, std::uint64_t tokens) {
   char text[160];
-  std::snprintf(text, sizeof text, "step %llu/%lld  loss %.4f  norm %.3f  %s tokens/s  %.0f s left",
-                static_cast<unsigned long long>(done), static_cast<long long>(steps), step.loss, step.grad_norm,
-                count_text(static_cast<double>(tokens) / step.seconds).c_str(),
-                seconds / static_cast<double>(done) * static_cast<double>(static_cast<std::uint64_t>(steps) - done));
+  std::snprintf(text, sizeof text, "step %llu/%llu  loss %.4f  norm %.3f  %s tokens/s  %.0f s left",
+                static_cast<unsigned long long>(index), static_cast<unsigned long long>(index + steps - done),
+                step.loss, step.grad_norm, count_text(static_cast<double>(tokens) / step.seconds).c_str(),
+                seconds / static_cast<double>(done) * static_cast<double>(steps - done));
   return text;
+}
+
+// Checkpoints that stay; each is whole by itself.
+constexpr std::size_t kCheckpointsKept = 3;
+
+void save_due(const Options& options, Engine& engine, std::uint64_t steps, bool last, Progress& progress) {
+  if (options.checkpoint.empty()) return;
+  if (!last && (options.every == 0 || steps % static_cast<std::uint64_t>(options.every) != 0)) return;
+  const std::string path = options.checkpoint + "/step-" + std::to_string(steps);
+  try {
+    engine.save_checkpoint(path, kCheckpointsKept);
+  } catch (const IoError& error) {
+    // Older ones are whole, and the run itself is not harmed: it goes on, but says so, and fails at its end.
+    if (last) throw;
+    progress.finish();
+    std::fprintf(stderr, "ballast: warning: %s\n", error.what());
+  }
 }
 
 // Runs the steps. Throws Interrupted between two of them.
 void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt::GptTrainer& trainer, LineLog& log,
                Progress& progress, RunRecord* record) {
-  const std::size_t steps = static_cast<std::size_t>(options.steps);
+  const std::uint64_t first = record->first_step;
+  const auto all = static_cast<std::uint64_t>(options.steps);
+  const std::size_t steps = all > first ? all - first : 0;
   const Clock::time_point begin = Clock::now();
   const auto since = [](Clock::time_point from) { return std::chrono::duration<double>(Clock::now() - from).count(); };
   record->steady_begin = engine.report();
@@ -180,12 +205,14 @@ void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt:
   for (std::size_t i = 0; i < steps; ++i) {
     if (i == warm_up_steps(steps)) record->steady_begin = report_at_rest(engine);
     const Clock::time_point step_begin = Clock::now();
-    const gpt::StepResult result = trainer.step(i, options.learning_rate);
+    const gpt::StepResult result = trainer.step(first + i, options.learning_rate);
     const Agreed agreed = agree(ranks, result.loss, InterruptGuard::seen());
     const StepRecord step{agreed.mean, result.grad_norm, since(step_begin)};
     record->steps.push_back(step);
-    log.append(log_line(i, step, result.updated));
-    progress.update(progress_line(i + 1, options.steps, step, since(begin), record->tokens_per_step), i + 1 == steps);
+    log.append(log_line(first + i, step, result.updated));
+    progress.update(progress_line(first + i + 1, i + 1, steps, step, since(begin), record->tokens_per_step),
+                    i + 1 == steps);
+    save_due(options, engine, first + i + 1, i + 1 == steps, progress);
     if (agreed.signal != 0 && i + 1 < steps) throw Interrupted(agreed.signal);
   }
   record->timed_end = engine.report();
@@ -218,16 +245,26 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
     std::fprintf(level == LogLevel::info ? stdout : stderr, "%s%.*s\n",
                  level == LogLevel::info ? "note: " : "ballast: warning: ", static_cast<int>(text.size()), text.data());
   };
-  if (options.resume) std::printf("nothing to resume from: starting at step 0\n");
-
   Engine engine(config, environment);
   gpt::GptTrainer trainer(engine, shape, settings, data);
-  engine.commit();
-  engine.initialize([fill = trainer.fill()](ParameterId parameter, std::int64_t first, std::span<float> values) {
-    InterruptGuard::check();
-    fill(parameter, first, values);
-  });
+  CommitOptions existing;
+  if (options.resume) existing = {ExistingRun::resume, options.checkpoint};
+  if (options.overwrite) existing.existing = ExistingRun::overwrite;
+  engine.commit(existing);
   RunRecord record;
+  if ((record.resumed_from = engine.resumed())) {
+    std::string differs;
+    record.first_step = trainer.next_step(record.resumed_from->user_bytes, &differs);
+    std::printf("resumed from %s: going on at step %llu\n", record.resumed_from->path.c_str(),
+                static_cast<unsigned long long>(record.first_step));
+    if (!differs.empty()) environment.log(LogLevel::warning, "this is not how the run began: " + differs);
+  } else {
+    if (options.resume) std::printf("nothing to resume from: starting at step 0\n");
+    engine.initialize([fill = trainer.fill()](ParameterId parameter, std::int64_t first, std::span<float> values) {
+      InterruptGuard::check();
+      fill(parameter, first, values);
+    });
+  }
   record.tokens_per_step = trainer.tokens_per_step();
   const Report plan = engine.report();
   print_opening(options, plan, *data, trainer);
@@ -237,7 +274,8 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
     run_steps(options, *ranks, engine, trainer, log, progress, &record);
   } catch (const Interrupted& interrupted) {
     progress.finish();
-    throw Interrupted(interrupted.signal(), " after step " + std::to_string(record.steps.size()));
+    if (engine.committed_step()) engine.settle();  // nothing that was done is lost
+    throw Interrupted(interrupted.signal(), " after step " + std::to_string(record.first_step + record.steps.size()));
   }
   gather_seconds(*ranks, record);
   print_closing(record);
@@ -307,14 +345,15 @@ Command add_train(CLI::App& app) {
       ->type_name("S")
       ->check(whole_number())
       ->capture_default_str();
-  parser->add_option("--checkpoint", options->checkpoint, "Folder for checkpoints (refused: this build writes none)")
+  parser
+      ->add_option("--checkpoint", options->checkpoint,
+                   "Folder for checkpoints: DIR/step-N, at the end and every --every steps; the newest 3 stay")
       ->type_name("DIR");
-  parser->add_option("--every", options->every, "Steps between checkpoints (refused too)")
-      ->type_name("N")
-      ->check(positive);
+  parser->add_option("--every", options->every, "Steps between checkpoints")->type_name("N")->check(positive);
   parser->add_flag("--resume", options->resume,
-                   "Go on from the last committed state (this build has none: from step 0)");
-  parser->add_flag("--overwrite", options->overwrite, "Replace the state of an earlier run (this build keeps none)");
+                   "Go on from the newest committed step under nvme.paths or checkpoint; from step 0 where there is "
+                   "none");
+  parser->add_flag("--overwrite", options->overwrite, "Replace a committed run under nvme.paths");
   parser->add_option("--json", options->json, "Write all figures to FILE")->type_name("FILE");
   parser->add_option("--log", options->log, "Append one JSON line per step to FILE")->type_name("FILE");
   parser->add_option("--trace", options->trace, "Write a timeline for Perfetto to FILE")->type_name("FILE");

@@ -178,6 +178,9 @@ nlohmann::ordered_json to_json(const RunRecord& record) {
   out["threads"] = report.threads;
   out["zero_stage"] = report.zero_stage;
   out["resumed_from"] = nullptr;
+  if (record.resumed_from) {
+    out["resumed_from"] = {{"path", record.resumed_from->path}, {"step", record.resumed_from->step}};
+  }
   out["steps_updated"] = report.steps_updated;
   out["steps_discarded"] = report.steps_discarded;
   out["trace_repairs"] = report.trace_repairs;

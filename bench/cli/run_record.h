@@ -39,6 +39,7 @@ constexpr std::size_t warm_up_steps(std::size_t steps) { return steps == 0 ? 0 :
 
 struct RunRecord {
   std::uint64_t first_step = 0;
+  std::optional<ResumedStep> resumed_from;
   std::uint64_t tokens_per_step = 0;
   std::vector<StepRecord> steps;
   Report steady_begin;                // after the warm-up

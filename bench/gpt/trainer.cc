@@ -9,6 +9,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -23,6 +24,14 @@ constexpr std::uint64_t kFillStream = 0x66696C6C;  // keeps the streams of one s
 constexpr std::uint64_t kTrainStream = 0x747261696E;
 constexpr std::uint64_t kEvaluateStream = 0x6576616C;
 constexpr float kDeviation = 0.02f;
+
+// What is committed with every step.
+struct Position {
+  std::uint64_t magic = 0x3154504753414c42;  // tells whose bytes they are, and of which version
+  std::uint64_t next_step = 0;
+  std::uint64_t seed = 0;
+  std::int64_t batch = 0, sequence = 0;
+};
 
 View view_of(const Tensor& tensor) { return {tensor.data, tensor.dtype}; }
 
@@ -106,7 +115,9 @@ class GptTrainer::Implementation {
     result.grad_norm = norm.value;
     result.updated = norm.finite;
     if (norm.finite) {
-      step.update();
+      const Position position{
+          .next_step = index + 1, .seed = settings_.seed, .batch = settings_.batch, .sequence = settings_.sequence};
+      step.update(std::as_bytes(std::span(&position, 1)));
       discards_ = 0;
       return result;
     }
@@ -117,6 +128,25 @@ class GptTrainer::Implementation {
                   ", loss scale " + std::to_string(loss_scale_) + "); a smaller learning rate may cure it");
     }
     return result;
+  }
+
+  std::uint64_t next_step(std::span<const std::byte> user_bytes, std::string* differs) const {
+    Position position;
+    differs->clear();
+    if (user_bytes.empty()) return 0;  // the state before any step
+    const std::uint64_t magic = position.magic;
+    if (user_bytes.size() == sizeof position) std::memcpy(&position, user_bytes.data(), sizeof position);
+    if (user_bytes.size() != sizeof position || position.magic != magic)
+      throw ConfigError("the committed run was not written by this trainer, so its place in the data is not known");
+    const auto compare = [&](const char* name, std::uint64_t there, std::uint64_t here) {
+      if (there == here) return;
+      *differs += (differs->empty() ? "" : ", ") + std::string(name) + " (" + std::to_string(there) + " there, " +
+                  std::to_string(here) + " here)";
+    };
+    compare("seed", position.seed, settings_.seed);
+    compare("batch", static_cast<std::uint64_t>(position.batch), static_cast<std::uint64_t>(settings_.batch));
+    compare("sequence", static_cast<std::uint64_t>(position.sequence), static_cast<std::uint64_t>(settings_.sequence));
+    return position.next_step;
   }
 
   double evaluate(std::uint64_t index) {
@@ -362,6 +392,9 @@ Engine::Fill GptTrainer::fill() const {
 }
 StepResult GptTrainer::step(std::uint64_t index, std::optional<double> learning_rate) {
   return implementation_->step(index, learning_rate);
+}
+std::uint64_t GptTrainer::next_step(std::span<const std::byte> user_bytes, std::string* differs) const {
+  return implementation_->next_step(user_bytes, differs);
 }
 double GptTrainer::evaluate(std::uint64_t index) { return implementation_->evaluate(index); }
 std::uint64_t GptTrainer::tokens_per_step() const { return implementation_->tokens_per_step(); }

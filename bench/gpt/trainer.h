@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "data.h"
@@ -42,6 +43,11 @@ class GptTrainer {
   StepResult step(std::uint64_t index, std::optional<double> learning_rate = {});
   static constexpr int kDiscardsMax = 5;
   static constexpr int kDiscardsMaxScaled = 20;
+
+  // The index that step() is called with next after the committed step of these bytes, which it had handed to
+  // Step::update(). Throws ConfigError where they are not a GptTrainer's. *differs: what of seed, batch and sequence is
+  // not as it was then, so that the run is not the one that would have gone on; empty where all is.
+  std::uint64_t next_step(std::span<const std::byte> user_bytes, std::string* differs) const;
 
   // Mean loss over one batch of that index, drawn from another stream than the training batches; updates nothing.
   double evaluate(std::uint64_t index);

@@ -149,7 +149,6 @@ void Config::validate() const {
             "optimizer.timing \"eager\" updates before it is known that the gradients are finite, so it cannot go with "
             "loss_scale \"dynamic\"; use \"just_in_time\"");
   }
-  require(durability.every_steps == 0, "durability: this build cannot commit steps; use \"none\"");
   require(!threads || (*threads >= 1 && *threads <= 1024),
           "threads must be \"auto\" or from 1 to 1024, not " + std::to_string(threads.value_or(0)));
   one_of("communication.backend", communication.backend, {"auto", "single", "mpi", "nccl"});

@@ -139,9 +139,9 @@ GradientNorm Step::finish_backward(const AddOthers& add_others) {
   return engine_->finish_backward(add_others);
 }
 
-void Step::update() {
+void Step::update(std::span<const std::byte> user_bytes) {
   if (engine_ == nullptr) throw UsageError("this step is over");
-  engine_->update();
+  engine_->update(user_bytes);
   engine_ = nullptr;
 }
 
@@ -167,12 +167,17 @@ ParameterId Engine::parameter(UnitId unit, std::string_view name) const {
 void Engine::expect_order(std::vector<ExpectedAccess> accesses, int micro_batches) {
   implementation_->expect_order(std::move(accesses), micro_batches);
 }
-void Engine::commit() { implementation_->commit(); }
+void Engine::commit(const CommitOptions& options) { implementation_->commit(options); }
+const std::optional<ResumedStep>& Engine::resumed() const { return implementation_->resumed(); }
+std::optional<std::uint64_t> Engine::committed_step() const { return implementation_->committed_step(); }
 void Engine::initialize(const Fill& fill) { implementation_->initialize(fill); }
 Step Engine::begin_step(StepOptions options) { return implementation_->begin_step(std::move(options)); }
 PassScope Engine::begin_pass(PassOptions options) { return implementation_->begin_pass(options, false); }
 ParameterLease Engine::acquire(UnitId unit, Stream stream) { return implementation_->acquire(unit, stream); }
 GradientLease Engine::gradients(UnitId unit, Stream stream) { return implementation_->gradients(unit, stream); }
+void Engine::save_checkpoint(const std::string& path, std::size_t keep) {
+  implementation_->save_checkpoint(path, keep);
+}
 void Engine::settle() { implementation_->settle(); }
 void Engine::read(ParameterId id, std::int64_t first_element, std::span<float> values) {
   implementation_->read(id, first_element, values);

@@ -19,6 +19,9 @@
 #include <utility>
 #include <vector>
 
+#include "durable/manifest.h"
+#include "durable/step_committer.h"
+#include "durable/stored_state.h"
 #include "executor.h"
 #include "loss_scaler.h"
 #include "plan.h"
@@ -35,7 +38,10 @@ class EngineImplementation {
   UnitId add_unit(std::string name, std::vector<ParameterSpec> parameters, UnitOptions options);
   ParameterId parameter(UnitId unit, std::string_view name) const;
   void expect_order(std::vector<ExpectedAccess> accesses, int micro_batches);
-  void commit();
+  void commit(const CommitOptions& options);
+  void save_checkpoint(const std::string& path, std::size_t keep);
+  const std::optional<ResumedStep>& resumed() const { return resumed_; }
+  std::optional<std::uint64_t> committed_step() const;
   void initialize(const Engine::Fill& fill);
   Step begin_step(StepOptions options);
   PassScope begin_pass(PassOptions options, bool within_step);
@@ -64,7 +70,7 @@ class EngineImplementation {
 
   double loss_scale() const { return loss_scaler_.scale(); }
   GradientNorm finish_backward(const AddOthers& add_others);
-  void update();
+  void update(std::span<const std::byte> user_bytes);
   void discard();
   void abandon_step() noexcept;
 
@@ -95,6 +101,7 @@ class EngineImplementation {
     bool partial_open = false;               // partial commits wait for their last
     bool updated_eagerly = false;            // in the running step
     bool opened = false;                     // its parameters, since the last decision
+    bool decided = false;                    // the last decision updates it
     bool update_queued = false;              // eager: an open lease has queued its update, which holds or wants slots
     std::vector<std::uint64_t> step_counts;  // per parameter
     std::vector<std::uint8_t> present;       // per parameter, in the running step, as its stream has got there
@@ -175,6 +182,30 @@ class EngineImplementation {
   int next_micro_batches() const { return pass_.options.micro_batches; }  // of the pass after this: as this one
   void top_up(Lock& lock);
   bool several_ranks() const { return plan_.world_size > 1; }
+  // Durable steps (engine_durable.cc).
+  struct StoredRun {
+    engine::StoredLayout layout;
+    engine::Manifest manifest;
+    engine::StoredChunks state;
+    std::string path;
+    bool newest = true;  // no later step was found, damaged
+  };
+  engine::ManifestLog manifest_log() const;
+  std::string moved_path(std::size_t path) const;
+  std::optional<StoredRun> find_stored_run(const CommitOptions& options);
+  void move_stored_run();
+  engine::StoredLayout stored_layout() const;
+  void require_same_model(const engine::StoredLayout& there, const std::string& where) const;
+  bool same_place(const engine::StoredLayout& there) const;
+  void begin_durable(std::optional<StoredRun> stored);
+  void load_states();
+  void load_state(engine::StoredState& state);
+  void finish_loading(const engine::StoredState& state, const std::string& path);
+  void write_states(const std::string& folder);
+  bool agree_all_good(bool good);
+  void request_commit(std::span<const std::byte> user_bytes);
+  void finish_commit(Lock& lock);
+  bool commits_step(std::uint64_t step) const { return plan_.durable && step % config_.durability.every_steps == 0; }
   void agree_on_start();
   void meet_unit_communicators();
   void forget_whole_worlds();
@@ -237,7 +268,13 @@ class EngineImplementation {
 
   std::vector<std::unique_ptr<offload::Stream>> streams_;
   std::unique_ptr<engine::Executor> executor_;
-  std::deque<Lease> leases_;  // addresses stay
+  std::unique_ptr<engine::StepCommitter> committer_;  // with durable steps
+  std::optional<ResumedStep> resumed_;
+  // At commit: stored states to load from, the first that is whole; (step, paths).
+  std::vector<std::pair<std::uint64_t, std::vector<std::string>>> sources_;
+  std::vector<std::byte> last_user_bytes_;
+  bool updates_begun_ = false;  // eager: the running step's
+  std::deque<Lease> leases_;    // addresses stay
   std::vector<std::uint32_t> free_leases_;
   std::uint32_t commits_pending_ = 0;
 

@@ -384,6 +384,14 @@ void EngineImplementation::commit_gradients(std::uint64_t id, Stream stream, boo
                        " has a parameter without a gradient; with several ranks and optimizer.timing eager the ranks "
                        "cannot agree on that in time: use just_in_time or after_backward");
     }
+    // The first update of this step may come with this gradient.
+    if (plan_.timing == Timing::eager && !partial && last_pass_of_step()) {
+      finish_commit(lock);
+      if (!std::exchange(updates_begun_, true)) {
+        executor_->resident_chunks().begin_step();
+        if (commits_step(steps_updated_ + 1)) committer_->expect();
+      }
+    }
     lease.committed = true;
     lease.partial = partial;
     lease.last = !partial && last_pass_of_step();

@@ -11,78 +11,27 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "chunk_values.h"
 #include "engine_implementation.h"
+#include "extent_buffer.h"
 
 namespace ballast {
 
 using engine::ChunkLayout;
 using engine::ChunkPlacement;
+using engine::ExtentBuffer;
 using engine::ParameterLayout;
 using engine::Segment;
+using engine::to_states;
+using engine::to_values;
 using engine::UnitLayout;
 
 namespace {
-
-// Memory for one chunk's states that direct transfers accept.
-class ExtentBuffer {
- public:
-  explicit ExtentBuffer(std::uint64_t bytes)
-      : data_(static_cast<std::byte*>(
-            std::aligned_alloc(kAlignment, base::round_up(std::max<std::uint64_t>(bytes, 1), kAlignment)))) {
-    if (data_ == nullptr) throw PlanError("no memory for a buffer of " + base::format_size(bytes));
-  }
-  ~ExtentBuffer() { std::free(data_); }
-  ExtentBuffer(const ExtentBuffer&) = delete;
-  ExtentBuffer& operator=(const ExtentBuffer&) = delete;
-  std::byte* data() { return data_; }
-
- private:
-  static constexpr std::uint64_t kAlignment = 64 * base::kKiB;
-  std::byte* data_;
-};
 
 std::uint64_t most_chunk_bytes(const engine::Layout& layout) {
   std::uint64_t most = 0;
   for (const ChunkLayout& chunk : layout.chunks) most = std::max(most, chunk.parameter_bytes + chunk.optimizer_bytes());
   return most;
-}
-
-// fp32 values to a chunk's parameter and master, and back. master may be null (frozen fp16).
-void to_states(const ChunkLayout& chunk, const float* values, std::byte* extent) {
-  auto* parameter = reinterpret_cast<std::uint16_t*>(extent);
-  std::byte* master = extent + chunk.parameter_bytes;
-  switch (chunk.dtype) {
-    case DataType::bf16:
-      kernels::split_fp32(values, parameter, reinterpret_cast<std::uint16_t*>(master), chunk.elements);
-      break;
-    case DataType::fp16:
-      kernels::fp32_to_fp16(values, parameter, chunk.elements);
-      if (chunk.master_bytes > 0) std::memcpy(master, values, chunk.elements * 4);
-      break;
-    case DataType::fp32:
-      std::memcpy(extent, values, chunk.elements * 4);
-      break;
-  }
-}
-
-void to_values(const ChunkLayout& chunk, const std::byte* extent, float* values) {
-  const auto* parameter = reinterpret_cast<const std::uint16_t*>(extent);
-  const std::byte* master = extent + chunk.parameter_bytes;
-  switch (chunk.dtype) {
-    case DataType::bf16:
-      kernels::merge_fp32(parameter, reinterpret_cast<const std::uint16_t*>(master), values, chunk.elements);
-      break;
-    case DataType::fp16:
-      if (chunk.master_bytes > 0) {
-        std::memcpy(values, master, chunk.elements * 4);
-      } else {
-        kernels::fp16_to_fp32(parameter, values, chunk.elements);
-      }
-      break;
-    case DataType::fp32:
-      std::memcpy(values, extent, chunk.elements * 4);
-      break;
-  }
 }
 
 }  // namespace
@@ -129,6 +78,7 @@ EngineImplementation::~EngineImplementation() {
       // The failure has been reported where it was first seen, or the engine goes down with it.
     }
   }
+  committer_.reset();  // what is complete is committed
   if (executor_) executor_->begin_closing();
   streams_.clear();  // drains the trainer's work while all memory is still there
   executor_.reset();
@@ -187,7 +137,7 @@ void EngineImplementation::expect_order(std::vector<ExpectedAccess> accesses, in
   expected_micro_batches_ = micro_batches;
 }
 
-void EngineImplementation::commit() {
+void EngineImplementation::commit(const CommitOptions& options) {
   if (committed_) throw UsageError("Engine::commit has been called already");
   if (specs_.empty()) throw UsageError("Engine::commit without any unit");
   agree_on_start();
@@ -229,15 +179,16 @@ void EngineImplementation::commit() {
     }
   }
   const auto& placement = config_.placement;
-  const bool may_use_nvme =
-      placement.automatic || placement.parameters == Tier::nvme || placement.optimizer == Tier::nvme;
+  const bool may_use_nvme = config_.durability.every_steps > 0 || placement.automatic ||
+                            placement.parameters == Tier::nvme || placement.optimizer == Tier::nvme;
   if (may_use_nvme) {
     // A budget that cannot work is refused before any directory is touched.
     engine::make_plan(specs_, config_, inputs);
     try {
       inputs.alignment_bytes = std::max<std::uint64_t>(4096, io::ChunkStore::probe_alignment_bytes(config_.nvme.paths));
     } catch (const IoError&) {
-      if (!placement.automatic) throw;  // automatic placement may do without; where it cannot, opening says why
+      if (!placement.automatic || config_.durability.every_steps > 0)
+        throw;  // automatic placement may do without; where it cannot, opening says why
     }
     if (communicator_->world_size() > 1) {
       // What differs must not make the ranks' plans differ; and no probe is left that removes a directory it has made.
@@ -281,8 +232,9 @@ void EngineImplementation::commit() {
 
   engine::Executor::Communicators communicators = {communicator_.get()};
   for (const UnitCommunicator& each : unit_communicators_) communicators.push_back(each.communicator.get());
-  executor_ =
-      std::make_unique<engine::Executor>(plan_, config_, *device_, communicators, share_, limits, environment_, hooks_);
+  std::optional<StoredRun> stored = find_stored_run(options);
+  executor_ = std::make_unique<engine::Executor>(plan_, config_, *device_, communicators, share_, limits, environment_,
+                                                 hooks_, stored ? &stored->state : nullptr);
   sort_norm_parts();
   for (std::size_t u = 0; u < units_.size(); ++u) {
     units_[u].contributes = std::make_unique<bool[]>(plan_.layout.units[u].chunk_count);
@@ -295,6 +247,7 @@ void EngineImplementation::commit() {
   next_trace_ = &trace;
   recorder_.begin();
   committed_ = true;
+  begin_durable(std::move(stored));
 }
 
 const UnitLayout& EngineImplementation::unit_layout(UnitId unit) const {
@@ -329,6 +282,12 @@ void EngineImplementation::initialize(const Engine::Fill& fill) {
     executor_->save_chunk(c, extent.data());
   }
   initialized_ = true;
+  if (plan_.durable) {
+    // The first committed step is the one before any: a run that ends early goes on from here.
+    Lock lock(executor_->mutex());
+    request_commit({});
+    finish_commit(lock);
+  }
 }
 
 // Calls visit(chunk, segment, first, count, done) for the parts of a parameter's range: `count` elements from `first`
@@ -398,12 +357,7 @@ void EngineImplementation::read_moments(ParameterId id, std::int64_t first_eleme
                    executor_->load_chunk(c, extent.data());
                    const std::byte* moments = extent.data() + chunk.parameter_bytes + chunk.master_bytes;
                    for (std::span<float> out : {exp_avg, exp_avg_sq}) {
-                     if (config_.precision.moments == MomentType::fp32) {
-                       std::memcpy(out.data() + done, moments + first * 4, count * 4);
-                     } else {
-                       kernels::bf16_to_fp32(reinterpret_cast<const std::uint16_t*>(moments) + first, out.data() + done,
-                                             count);
-                     }
+                     engine::moment_values(config_.precision.moments, moments, first, out.subspan(done, count));
                      moments += chunk.moment_bytes;
                    }
                  });
@@ -457,7 +411,7 @@ Report EngineImplementation::report() {
   r.resident_fraction = plan_.resident_fraction;
   r.nvme_stored_bytes = executor_->stored_bytes();
   r.nvme_files = executor_->stored_files();
-  r.at_rest = executor_->at_rest(lock);
+  r.at_rest = executor_->at_rest(lock) && !(committer_ && committer_->busy());
   for (int lane = 0; lane < kLaneCount; ++lane) {
     r.lanes[static_cast<std::size_t>(lane)] = executor_->lane_report(static_cast<Lane>(lane), lock);
   }

@@ -54,6 +54,7 @@ Step EngineImplementation::begin_step(StepOptions options) {
     std::fill(unit.requested.begin(), unit.requested.end(), 0);
   }
   std::fill(chunk_contributed_.begin(), chunk_contributed_.end(), 0);
+  updates_begun_ = false;
   top_up(lock);
   executor_->wake();
   Step step;
@@ -100,7 +101,7 @@ void EngineImplementation::prepare_update(std::uint32_t unit, double gradient_sc
   }
 }
 
-void EngineImplementation::update() {
+void EngineImplementation::update(std::span<const std::byte> user_bytes) {
   if (!step_.active) throw UsageError("no step is running");
   if (!step_.finished_backward) throw UsageError("Step::update before Step::finish_backward");
   if (!step_.norm.finite) {
@@ -110,8 +111,10 @@ void EngineImplementation::update() {
   }
   Lock lock(executor_->mutex());
   executor_->check(lock);
+  finish_commit(lock);
   schedule::Scheduler& scheduler = executor_->scheduler();
   if (plan_.timing != Timing::eager) {
+    executor_->resident_chunks().begin_step();
     for (std::uint32_t u = 0; u < units_.size(); ++u) {
       // Also where no gradient has come at all: with several ranks its update runs all the same, and changes nothing.
       if (contributed_to(u)) prepare_update(u, step_.norm.clip_factor / gradient_divisor(rank_divisor(u)));
@@ -122,7 +125,12 @@ void EngineImplementation::update() {
   step_.active = false;
   ++steps_updated_;
   loss_scaler_.good_step();
-  for (UnitState& unit : units_) unit.opened = false;
+  for (UnitState& unit : units_) {
+    unit.opened = false;
+    unit.decided = std::any_of(unit.present.begin(), unit.present.end(), [](std::uint8_t p) { return p != 0; });
+  }
+  last_user_bytes_.assign(user_bytes.begin(), user_bytes.end());
+  if (commits_step(steps_updated_)) request_commit(last_user_bytes_);
   if (plan_.timing == Timing::eager && several_ranks()) {
     for (std::uint32_t u = 0; u < units_.size(); ++u) {
       executor_->wait(lock, [&] { return scheduler.append_updates(u); });
@@ -384,6 +392,7 @@ void EngineImplementation::settle() {
   }
   drop_expected();
   executor_->wait(lock, [&] { return commits_pending_ == 0 && executor_->scheduler().idle(); });
+  finish_commit(lock);
   top_up(lock);
   executor_->wake();
 }

@@ -97,7 +97,7 @@ std::uint64_t Executor::now_ns() {
 
 Executor::Executor(const Plan& plan, const Config& config, offload::Device& device, Communicators communicators,
                    const offload::MachineShare& share, const schedule::Limits& limits,
-                   const EngineEnvironment& environment, const TestHooks* hooks)
+                   const EngineEnvironment& environment, const TestHooks* hooks, const StoredChunks* stored)
     : plan_(plan),
       device_(device),
       log_(environment.log),
@@ -107,7 +107,8 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
                                                                 : kernels::ElementType::fp32),
       gradient_bytes_(element_bytes(config.precision.gradients)),
       communicators_(std::move(communicators)),
-      scheduler_(schedule_chunks(plan, gradient_bytes_), schedule_units(plan, gradient_bytes_), limits) {
+      scheduler_(schedule_chunks(plan, gradient_bytes_), schedule_units(plan, gradient_bytes_), limits),
+      resident_chunks_(plan.layout.chunks.size()) {
   const int threads = config.threads.value_or(share.threads);
   pool_ = hooks && hooks->inline_pool ? offload::make_inline_pool() : offload::make_tbb_pool(threads, share.cpus);
   pool_serial_ = offload::make_inline_pool();
@@ -133,6 +134,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
     const auto take_slots = [&](const char* name, std::uint64_t bytes) -> std::byte* {
       return bytes == 0 ? nullptr : slab_->take(name, bytes, 4096);
     };
+    staging_ = take_slots("staging for committed steps", plan.staging_bytes);
     update_slots_ = take_slots("update slots", plan.update_slots * plan.update_slot_bytes);
     fetch_slots_ = take_slots("fetch slots", plan.fetch_slots * plan.fetch_slot_bytes);
     gradient_slots_ = take_slots("gradient slots", plan.gradient_slots * plan.gradient_slot_bytes);
@@ -140,6 +142,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
       if (log_) log_(LogLevel::info, note);
     }
   }
+  run_identity_ = stored != nullptr ? stored->run_identity : new_identity();
   if (plan.uses_nvme) {
     io::ChunkStoreOptions options;
     options.paths = config.nvme.paths;
@@ -148,8 +151,11 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
     options.storage.block_bytes = config.nvme.block_bytes;
     options.storage.queue_depth = config.nvme.queue_depth;
     options.storage.wake = &wake_;
-    options.run_identity = new_identity();
-    for (const ChunkPlacement& place : plan.placement) options.chunk_bytes.push_back(place.extent_bytes);
+    options.run_identity = run_identity_;
+    for (const ChunkPlacement& place : plan.placement) options.chunk_bytes.push_back(place.stored_bytes);
+    options.slots_per_chunk = plan.durable ? 2 : 1;
+    options.keep_on_close = plan.durable;
+    options.must_exist = stored != nullptr;
     options.note = [this](std::string note) {
       if (log_) log_(LogLevel::info, note);
     };
@@ -168,6 +174,13 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
 
   parameter_checksums_.resize(plan.layout.chunks.size());
   optimizer_checksums_.resize(plan.layout.chunks.size());
+  current_slot_.assign(plan.layout.chunks.size(), 0);
+  committed_slot_.assign(plan.layout.chunks.size(), 1);  // so that initial values go to slot 0
+  for (std::size_t c = 0; stored != nullptr && c < plan.layout.chunks.size(); ++c) {
+    current_slot_[c] = committed_slot_[c] = stored->chunks[c].slot;
+    parameter_checksums_[c] = stored->chunks[c].parameter_checksum;
+    optimizer_checksums_[c] = stored->chunks[c].optimizer_checksum;
+  }
   block_sums_.resize(plan.layout.blocks);
   std::size_t most_segments = 0;
   for (const ChunkLayout& chunk : plan.layout.chunks)
@@ -178,7 +191,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
                         std::vector<std::uint8_t>(unit.parameters.size(), 0)});
   }
 
-  const std::size_t most = limits.reads + limits.writes + limits.copies_in + limits.copies_out + limits.cpu_tasks + 4;
+  const std::size_t most = limits.reads + limits.writes + limits.copies_in + limits.copies_out + limits.cpu_tasks + 5;
   batch_.resize(most);
   for (std::size_t i = 0; i < most; ++i) {
     works_.push_back(std::make_unique<Work>());
@@ -470,6 +483,14 @@ void Executor::finish(Work& work) {
     } catch (...) {
       fail_locked(std::current_exception());
     }
+  }
+  if (plan_.durable && action.task == Task::update) {
+    writes_owed_ += plan_.placement[action.chunk].extent_bytes > 0;
+    if (keeps_elsewhere(action.chunk)) resident_chunks_.updated(action.chunk);
+  }
+  if (plan_.durable && action.task == Task::write) {
+    --writes_owed_;
+    current_slot_[action.chunk] = static_cast<std::uint8_t>(write_slot(action.chunk));
   }
   // After a failure nothing may take a half-done task for a finished one.
   if (!failure_) scheduler_.finished(action);

@@ -6,6 +6,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ballast/base/error.h>
 #include <ballast/base/wake_event.h>
 #include <ballast/engine/communicator.h>
 #include <ballast/engine/engine.h>
@@ -31,16 +32,25 @@
 #include <thread>
 #include <vector>
 
+#include "durable/manifest.h"
+#include "durable/resident_chunks.h"
 #include "plan.h"
 #include "span_log.h"
 
 namespace ballast::engine {
+
+// Of a run that goes on from a committed step: the store it finds.
+struct StoredChunks {
+  std::array<std::uint8_t, 16> run_identity{};
+  std::vector<StoredChunk> chunks;
+};
 
 // What the tests put in place of parts of the world.
 struct TestHooks {
   std::function<io::OpenedStorage(io::Backend, const io::StorageOptions&, const std::string&)> storage_factory;
   std::function<void(std::string_view stream, std::size_t bytes)> before_copy;
   bool inline_pool = false;
+  std::shared_ptr<io::SmallFiles> small_files;  // of committed steps
 };
 
 // The scalars of a unit's next update, by parameter. Written under the mutex while no update of the unit is under way.
@@ -58,10 +68,11 @@ class Executor {
   using Communicators = std::vector<Communicator*>;
 
   // Takes all memory, opens the store, starts the threads. The plan and the device outlive it. Collectives run on two
-  // duplicates of each communicator: every rank makes its executor.
+  // duplicates of each communicator: every rank makes its executor. `stored`: goes on from a committed step, whose
+  // chunks it finds on NVMe; restore_chunk() then brings what lives elsewhere.
   Executor(const Plan& plan, const Config& config, offload::Device& device, Communicators communicators,
            const offload::MachineShare& share, const schedule::Limits& limits, const EngineEnvironment& environment,
-           const TestHooks* hooks);
+           const TestHooks* hooks, const StoredChunks* stored = nullptr);
   ~Executor();
 
   std::mutex& mutex() { return mutex_; }
@@ -126,6 +137,32 @@ class Executor {
   // while no job of the chunk is alive; takes the mutex.
   void load_chunk(std::uint32_t chunk, std::byte* extent);
   void save_chunk(std::uint32_t chunk, const std::byte* extent);
+  // Of a chunk's parameter and of its optimizer's states.
+  static std::pair<std::uint64_t, std::uint64_t> checksums_of(const ChunkLayout& chunk, const std::byte* extent);
+
+  // --- durable steps: each chunk has two slots, and updates go to the one that no committed step refers to ----------
+
+  // Brings what of the chunk does not live on NVMe from its committed slot; with `verify_all` checks the rest as well.
+  // Throws CorruptionError. `extent` has room for a chunk's states.
+  void restore_chunk(std::uint32_t chunk, std::byte* extent, bool verify_all);
+  // Under the mutex. Updates that were decided are done and, as far as states live on NVMe, written.
+  bool updates_written(const Lock&) const { return scheduler_.updates_due() == 0 && writes_owed_ == 0; }
+  ResidentChunks& resident_chunks() { return resident_chunks_; }  // under the mutex
+  // On one thread other than the engine's. Writes what of the chunk does not live on NVMe. The memory is stable: no
+  // update comes before mark_committed().
+  void write_resident(std::uint32_t chunk);
+  // Under the mutex.
+  void stored_chunks(std::vector<StoredChunk>& chunks) const;
+  void mark_committed(const Lock&) { committed_slot_ = current_slot_; }
+  void flush_store() { store_->flush(); }
+  const io::ChunkStore& store() const { return *store_; }
+  const std::array<std::uint8_t, 16>& run_identity() const { return run_identity_; }
+  template <class Predicate>
+  void wait_quietly(Lock& lock, const Predicate& predicate) {
+    changed_.wait(lock, [&] { return failure_ || predicate(); });
+    check(lock);
+  }
+  void notify_changed() { changed_.notify_all(); }
 
   // Between memory of the device and of the host; blocks. As memcpy where the host can address the device.
   void copy_from_device(void* destination, const void* source, std::uint64_t bytes);
@@ -185,7 +222,14 @@ class Executor {
   void add_to_store(const schedule::Action& action, const std::byte* contribution);
   void square_sums(std::uint32_t chunk, const std::byte* total, bool on_device);
   void verify_fetched(const Work& work);
-  void transfer_now(io::Direction direction, std::uint32_t chunk, std::byte* data, std::uint64_t bytes);
+  void transfer_now(io::Direction direction, std::uint32_t chunk, std::uint32_t slot, std::uint64_t begin_bytes,
+                    std::byte* data, std::uint64_t bytes, io::Priority priority = io::Priority::high);
+  std::uint32_t write_slot(std::uint32_t chunk) const { return plan_.durable ? 1U - committed_slot_[chunk] : 0U; }
+  bool keeps_elsewhere(std::uint32_t chunk) const {
+    return plan_.placement[chunk].extent_bytes < plan_.placement[chunk].stored_bytes;
+  }
+  void verify_chunk(std::uint32_t chunk, std::uint32_t slot, const std::byte* extent, bool parameters, bool optimizer);
+  CorruptionError corruption(std::uint32_t chunk, std::uint32_t slot, const char* what) const;
   std::exception_ptr transfer_failure(const io::Transfer& transfer) const;
   std::byte* slot_address(schedule::SlotKind kind, std::uint32_t slot) const;
   std::byte* parameter_address(const schedule::Action& action) const;
@@ -234,6 +278,12 @@ class Executor {
   std::byte *fetch_slots_ = nullptr, *update_slots_ = nullptr, *gradient_slots_ = nullptr;
 
   std::vector<std::uint64_t> parameter_checksums_, optimizer_checksums_;  // of what is on NVMe
+  // Durable steps: where each chunk's newest written states are, and those of the last committed step.
+  std::vector<std::uint8_t> current_slot_, committed_slot_;
+  ResidentChunks resident_chunks_;
+  std::uint32_t writes_owed_ = 0;  // updates whose states have still to be written
+  std::array<std::uint8_t, 16> run_identity_{};
+  std::byte* staging_ = nullptr;
   std::vector<double> block_sums_;
   std::vector<offload::UpdateSegment> segments_;  // the CPU worker's scratch
   std::vector<schedule::Action> batch_;

@@ -1,11 +1,13 @@
 // What the executor's lanes do: transfers, copies, updates, and whole chunks for initial values and reading back.
 // SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/check.h>
 #include <ballast/base/error.h>
 #include <ballast/kernels/reduce.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <tuple>
 
 #include "executor.h"
 
@@ -111,7 +113,8 @@ void Executor::start_transfer(Work& work) {
   transfer.priority =
       action.urgent || (read && action.job_kind == JobKind::fetch) ? io::Priority::high : io::Priority::low;
   transfer.chunk = action.chunk;
-  transfer.begin_bytes = 0;
+  transfer.slot = read ? current_slot_[action.chunk] : write_slot(action.chunk);
+  transfer.begin_bytes = plan_.placement[action.chunk].extent_begin_bytes;
   transfer.data = slot_address(action.slot_kind, action.slot);
   transfer.bytes = bytes_of(action);
   transfer.tag = reinterpret_cast<std::uintptr_t>(&work);
@@ -205,9 +208,7 @@ void Executor::verify_fetched(const Work& work) {
   const std::uint64_t found =
       offload::checksum(*pool_serial_, slot_address(work.action.slot_kind, work.action.slot), chunk.parameter_bytes);
   if (found == parameter_checksums_[work.action.chunk]) return;
-  fail(std::make_exception_ptr(CorruptionError(
-      "the parameters of " + chunk_name(work.action.chunk) + " read from " + store_->describe(work.transfer) +
-      " are not what was written there; check the drive; the run cannot go on from here")));
+  fail(std::make_exception_ptr(corruption(work.action.chunk, work.transfer.slot, "parameters")));
 }
 
 void Executor::run_cpu_worker() {
@@ -245,10 +246,7 @@ void Executor::do_update(const Work& work) {
        offload::checksum(*pool_, a.parameter, chunk.parameter_bytes) != parameter_checksums_[action.chunk]) ||
       (optimizer_read &&
        offload::checksum(*pool_, optimizer, chunk.optimizer_bytes()) != optimizer_checksums_[action.chunk])) {
-    io::Transfer where;
-    where.chunk = action.chunk;
-    throw CorruptionError("the states of " + chunk_name(action.chunk) + " read from " + store_->describe(where) +
-                          " are not what was written there; check the drive; the run cannot go on from here");
+    throw corruption(action.chunk, current_slot_[action.chunk], "states");
   }
   const UnitUpdate& update = updates_[action.unit];
   segments_.clear();
@@ -295,18 +293,29 @@ std::span<const double> Executor::block_sums(std::uint32_t chunk) const {
   return {block_sums_.data() + layout.first_block, layout.elements / kernels::kSumBlock};
 }
 
+CorruptionError Executor::corruption(std::uint32_t chunk, std::uint32_t slot, const char* what) const {
+  io::Transfer where;
+  where.chunk = chunk;
+  where.slot = slot;
+  return CorruptionError("the " + std::string(what) + " of " + chunk_name(chunk) + " read from " +
+                         store_->describe(where) +
+                         " are not what was written there; check the drive; the run cannot go on from here");
+}
+
 // --- whole chunks ----------------------------------------------------------------------------------------------------
 
-void Executor::transfer_now(io::Direction direction, std::uint32_t chunk, std::byte* data, std::uint64_t bytes) {
+void Executor::transfer_now(io::Direction direction, std::uint32_t chunk, std::uint32_t slot, std::uint64_t begin_bytes,
+                            std::byte* data, std::uint64_t bytes, io::Priority priority) {
   Lock lock(mutex_);
   check(lock);
   Work& work = take_work();
   work.synchronous = true;
   work.done = false;
   work.transfer.direction = direction;
-  work.transfer.priority = io::Priority::high;
+  work.transfer.priority = priority;
   work.transfer.chunk = chunk;
-  work.transfer.begin_bytes = 0;
+  work.transfer.slot = slot;
+  work.transfer.begin_bytes = begin_bytes;
   work.transfer.data = data;
   work.transfer.bytes = bytes;
   work.transfer.tag = reinterpret_cast<std::uintptr_t>(&work);
@@ -324,25 +333,33 @@ void Executor::load_chunk(std::uint32_t chunk, std::byte* extent) {
   const ChunkLayout& layout = plan_.layout.chunks[chunk];
   const ChunkPlacement& place = plan_.placement[chunk];
   std::byte* optimizer = extent + layout.parameter_bytes;
+  const std::uint32_t slot = current_slot_[chunk];
   if (place.extent_bytes > 0) {
-    transfer_now(io::Direction::read, chunk, place.parameters == Tier::nvme ? extent : optimizer, place.extent_bytes);
+    transfer_now(io::Direction::read, chunk, slot, place.extent_begin_bytes,
+                 place.parameters == Tier::nvme ? extent : optimizer, place.extent_bytes);
   }
   if (const std::byte* base = parameter_base(chunk)) copy_from_device(extent, base, layout.parameter_bytes);
   if (const std::byte* base = optimizer_base(chunk)) copy_from_device(optimizer, base, layout.optimizer_bytes());
-  const bool parameters_good =
-      place.parameters != Tier::nvme ||
-      offload::checksum(*pool_serial_, extent, layout.parameter_bytes) == parameter_checksums_[chunk];
-  const bool optimizer_good =
-      place.optimizer != Tier::nvme ||
-      offload::checksum(*pool_serial_, optimizer, layout.optimizer_bytes()) == optimizer_checksums_[chunk];
-  if (parameters_good && optimizer_good) return;
-  io::Transfer where;
-  where.chunk = chunk;
-  fail(std::make_exception_ptr(
-      CorruptionError("the states of " + chunk_name(chunk) + " read from " + store_->describe(where) +
-                      " are not what was written there; check the drive; the run cannot go on from here")));
+  verify_chunk(chunk, slot, extent, place.parameters == Tier::nvme, place.optimizer == Tier::nvme);
+}
+
+void Executor::verify_chunk(std::uint32_t chunk, std::uint32_t slot, const std::byte* extent, bool parameters,
+                            bool optimizer) {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const bool good = (!parameters ||
+                     offload::checksum(*pool_serial_, extent, layout.parameter_bytes) == parameter_checksums_[chunk]) &&
+                    (!optimizer || offload::checksum(*pool_serial_, extent + layout.parameter_bytes,
+                                                     layout.optimizer_bytes()) == optimizer_checksums_[chunk]);
+  if (good) return;
+  fail(std::make_exception_ptr(corruption(chunk, slot, "states")));
   const Lock lock(mutex_);
   check(lock);
+}
+
+std::pair<std::uint64_t, std::uint64_t> Executor::checksums_of(const ChunkLayout& chunk, const std::byte* extent) {
+  const auto pool = offload::make_inline_pool();
+  return {offload::checksum(*pool, extent, chunk.parameter_bytes),
+          offload::checksum(*pool, extent + chunk.parameter_bytes, chunk.optimizer_bytes())};
 }
 
 void Executor::save_chunk(std::uint32_t chunk, const std::byte* extent) {
@@ -351,11 +368,62 @@ void Executor::save_chunk(std::uint32_t chunk, const std::byte* extent) {
   const std::byte* optimizer = extent + layout.parameter_bytes;
   if (std::byte* base = parameter_base(chunk)) copy_to_device(base, extent, layout.parameter_bytes);
   if (std::byte* base = optimizer_base(chunk)) copy_to_device(base, optimizer, layout.optimizer_bytes());
-  parameter_checksums_[chunk] = offload::checksum(*pool_serial_, extent, layout.parameter_bytes);
-  optimizer_checksums_[chunk] = offload::checksum(*pool_serial_, optimizer, layout.optimizer_bytes());
-  if (place.extent_bytes == 0) return;
-  transfer_now(io::Direction::write, chunk, const_cast<std::byte*>(place.parameters == Tier::nvme ? extent : optimizer),
-               place.extent_bytes);
+  std::tie(parameter_checksums_[chunk], optimizer_checksums_[chunk]) = checksums_of(layout, extent);
+  if (place.stored_bytes == 0) return;
+  const bool whole = plan_.durable || place.parameters == Tier::nvme;
+  transfer_now(io::Direction::write, chunk, write_slot(chunk), 0, const_cast<std::byte*>(whole ? extent : optimizer),
+               place.stored_bytes);
+  current_slot_[chunk] = static_cast<std::uint8_t>(write_slot(chunk));
+}
+
+// --- durable steps ---------------------------------------------------------------------------------------------------
+
+void Executor::restore_chunk(std::uint32_t chunk, std::byte* extent, bool verify_all) {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const ChunkPlacement& place = plan_.placement[chunk];
+  if (place.stored_bytes == 0 || (!verify_all && !keeps_elsewhere(chunk))) return;
+  const std::uint32_t slot = current_slot_[chunk];
+  transfer_now(io::Direction::read, chunk, slot, 0, extent, place.stored_bytes);
+  verify_chunk(chunk, slot, extent, true, true);
+  if (std::byte* base = parameter_base(chunk)) copy_to_device(base, extent, layout.parameter_bytes);
+  if (std::byte* base = optimizer_base(chunk)) {
+    copy_to_device(base, extent + layout.parameter_bytes, layout.optimizer_bytes());
+  }
+}
+
+void Executor::write_resident(std::uint32_t chunk) {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const std::uint32_t slot = write_slot(chunk);
+  const auto write = [&](std::byte* base, std::uint64_t begin_bytes, std::uint64_t bytes, std::uint64_t* checksum) {
+    if (base == nullptr || bytes == 0) return;
+    const bool in_slab =
+        slab_ && base >= slab_->memory().data() && base < slab_->memory().data() + slab_->memory().size();
+    if (!in_slab || reinterpret_cast<std::uintptr_t>(base) % store_->alignment_bytes() != 0) {
+      BALLAST_CHECK(staging_ != nullptr && bytes <= plan_.staging_bytes);
+      copy_from_device(staging_, base, bytes);
+      base = staging_;
+    }
+    *checksum = offload::checksum(*pool_serial_, base, bytes);
+    {
+      const Lock lock(mutex_);
+      begin_span(Lane::nvme_write);
+    }
+    transfer_now(io::Direction::write, chunk, slot, begin_bytes, base, bytes, io::Priority::low);
+    const Lock lock(mutex_);
+    end_span(Lane::nvme_write, bytes);
+  };
+  write(parameter_base(chunk), 0, layout.parameter_bytes, &parameter_checksums_[chunk]);
+  write(optimizer_base(chunk), layout.parameter_bytes, layout.optimizer_bytes(), &optimizer_checksums_[chunk]);
+  if (plan_.placement[chunk].extent_bytes > 0) return;  // what lives on NVMe says when the slot is current
+  const Lock lock(mutex_);
+  current_slot_[chunk] = static_cast<std::uint8_t>(slot);
+}
+
+void Executor::stored_chunks(std::vector<StoredChunk>& chunks) const {
+  chunks.resize(current_slot_.size());
+  for (std::size_t c = 0; c < chunks.size(); ++c) {
+    chunks[c] = {current_slot_[c], parameter_checksums_[c], optimizer_checksums_[c]};
+  }
 }
 
 std::string Executor::backend_name() const { return store_ ? std::string(store_->backend_name()) : "none"; }

@@ -19,6 +19,19 @@ class LossScaler {
         scale_(config.kind == Config::LossScale::Kind::none ? 1.0 : config.value),
         growth_steps_(growth_steps) {}
 
+  // What a later run goes on with.
+  struct State {
+    double scale = 1;
+    std::uint32_t good_steps = 0;
+    std::uint32_t overflows_at_one = 0;
+  };
+  State state() const { return {scale_, good_steps_, overflows_at_one_}; }
+  void restore(const State& state) {
+    scale_ = state.scale;
+    good_steps_ = state.good_steps;
+    overflows_at_one_ = state.overflows_at_one;
+  }
+
   double scale() const { return scale_; }
   bool dynamic() const { return dynamic_; }
   void good_step() {

@@ -45,6 +45,7 @@ class Planner {
     plan_.granule = std::max<std::uint64_t>(kernels::kSumBlock, inputs.alignment_bytes / 2);
     BALLAST_CHECK((plan_.granule & (plan_.granule - 1)) == 0);
     plan_.zero_stage = config.zero_stage;
+    plan_.durable = config.durability.every_steps > 0;
     plan_.world_size = static_cast<std::uint32_t>(inputs.world_size);
     plan_.rank = static_cast<std::uint32_t>(inputs.rank);
     const auto group = static_cast<std::uint32_t>(config.communication.shard_group_size);
@@ -120,6 +121,18 @@ class Planner {
            (plan_.placement[c].optimizer == Tier::nvme ? chunk.optimizer_bytes() : 0);
   }
 
+  // What lives on the device passes through here on its way to a committed step.
+  std::uint64_t staging_bytes() const {
+    std::uint64_t most = 0;
+    for (std::size_t c = 0; plan_.durable && c < plan_.layout.chunks.size(); ++c) {
+      const ChunkLayout& chunk = plan_.layout.chunks[c];
+      const ChunkPlacement& place = plan_.placement[c];
+      if (place.parameters != Tier::device && place.optimizer != Tier::device) continue;
+      most = std::max(most, chunk.parameter_bytes + chunk.optimizer_bytes());
+    }
+    return round_up(most, std::max(kPage, inputs_.alignment_bytes));
+  }
+
   Needs needs() const {
     Needs n;
     for (const UnitLayout& unit : plan_.layout.units) {
@@ -150,7 +163,7 @@ class Planner {
     n.fetch_slot_bytes = round_up(n.fetch_slot_bytes, std::max(kPage, inputs_.alignment_bytes));
     n.update_slot_bytes = round_up(n.update_slot_bytes, std::max(kPage, inputs_.alignment_bytes));
     n.gradient_slot_bytes = round_up(n.gradient_slot_bytes, kPage);
-    n.fixed_bytes = round_up(n.fixed_bytes, kPage);
+    n.fixed_bytes = round_up(n.fixed_bytes, kPage) + staging_bytes();
     return n;
   }
 
@@ -348,7 +361,12 @@ class Planner {
       const ChunkLayout& chunk = p.layout.chunks[c];
       ChunkPlacement& place = p.placement[c];
       place.extent_bytes = extent_bytes(c);
-      p.uses_nvme |= place.extent_bytes > 0;
+      place.stored_bytes = place.extent_bytes;
+      if (p.durable) {
+        place.stored_bytes = chunk.parameter_bytes + chunk.optimizer_bytes();
+        place.extent_begin_bytes = place.parameters == Tier::nvme ? 0 : chunk.parameter_bytes;
+      }
+      p.uses_nvme |= place.stored_bytes > 0;
       const auto put = [](std::uint64_t& region, std::uint64_t bytes) {
         const std::uint64_t at = region;
         region += bytes;
@@ -375,8 +393,9 @@ class Planner {
       if (place.optimizer != Tier::nvme) saved += optimizer_traffic;
     }
     p.resident_fraction = traffic == 0 ? 1.0 : static_cast<double>(saved) / static_cast<double>(traffic);
+    p.staging_bytes = staging_bytes();
     p.host_bytes = round_up(p.host_gradient_bytes + p.host_parameter_bytes + p.host_optimizer_bytes, kPage) +
-                   p.fetch_slots * p.fetch_slot_bytes + p.update_slots * p.update_slot_bytes +
+                   p.staging_bytes + p.fetch_slots * p.fetch_slot_bytes + p.update_slots * p.update_slot_bytes +
                    p.gradient_slots * p.gradient_slot_bytes;
     p.device_bytes =
         p.device_parameter_bytes + p.device_optimizer_bytes + p.device_gradient_bytes + p.device_window_bytes;

@@ -31,6 +31,10 @@ struct ChunkPlacement {
   std::uint64_t optimizer_offset = 0;
   std::uint64_t gradient_offset = 0;  // where the unit's gradients are stored
   std::uint64_t extent_bytes = 0;     // on NVMe: the parameter (where it is there), then the optimizer's states
+  // Of the file: as much, or with durable steps all states, those that live elsewhere included. Where the extent above
+  // begins in it.
+  std::uint64_t stored_bytes = 0;
+  std::uint64_t extent_begin_bytes = 0;
 };
 
 struct Plan {
@@ -46,7 +50,8 @@ struct Plan {
   std::uint64_t chunk_elements = 0;
   Timing timing = Timing::just_in_time;
   std::string placement_name;  // "auto", or the three tiers
-  bool uses_nvme = false;
+  bool uses_nvme = false;      // has states there, or commits steps there
+  bool durable = false;
   double resident_fraction = 0;
 
   std::uint32_t fetch_slots = 0, update_slots = 0, gradient_slots = 0;
@@ -55,7 +60,8 @@ struct Plan {
   // Host slab, in this order: stored gradients, resident parameters, resident optimizer states, the three kinds of
   // slots.
   std::uint64_t host_gradient_bytes = 0, host_parameter_bytes = 0, host_optimizer_bytes = 0;
-  std::uint64_t host_bytes = 0;  // of the whole slab
+  std::uint64_t staging_bytes = 0;  // after those: for states of the device on their way to a committed step
+  std::uint64_t host_bytes = 0;     // of the whole slab
   // Device slab: parameters, optimizer states and gradients that live there for good, then the window of openings.
   std::uint64_t device_parameter_bytes = 0, device_optimizer_bytes = 0, device_gradient_bytes = 0;
   std::uint64_t device_window_bytes = 0;

@@ -17,6 +17,7 @@
 #include <optional>
 
 #include "chunk_file.h"
+#include "errno_text.h"
 
 namespace ballast::io {
 namespace {
@@ -24,7 +25,7 @@ namespace {
 constexpr std::array<std::uint8_t, 16> kNoIdentity{};
 
 std::string file_path(const std::string& directory, std::uint32_t rank) {
-  return directory + "/ballast-rank" + std::to_string(rank) + ".chunks";
+  return directory + "/" + ChunkStore::file_name(rank);
 }
 
 std::string hexadecimal(const std::array<std::uint8_t, 16>& bytes) {
@@ -208,7 +209,10 @@ void ChunkStore::Implementation::prepare_files() {
     path.file = std::make_unique<ChunkFile>(file_path(path.directory, options.rank), options.lock_wait_ms);
 
   // The alignment is known once all files are probed, and each file's layout only then: the first header is rewritten.
-  std::vector<ChunkFileHeader> old(paths.size());
+  const auto refuse = [](const ChunkFile& file, const std::string& more) {
+    throw IoError("chunk file " + file.path() + " is not the one that the committed steps there belong to" + more +
+                  "; put back the files of the run, or start anew");
+  };
   std::vector<bool> current(paths.size());
   const auto owner = static_cast<std::uint64_t>(::getpid());
   for (std::uint32_t i = 0; i < paths.size(); ++i) {
@@ -216,6 +220,7 @@ void ChunkStore::Implementation::prepare_files() {
     // A run without an identity is never taken for another one.
     current[i] = file.has_old_header() && file.old_header().run_identity == options.run_identity &&
                  options.run_identity != kNoIdentity;
+    if (options.must_exist && !current[i]) refuse(file, "");
     if (file.has_old_header() && !current[i]) {
       note("storage path " + paths[i].directory + " holds chunks of another run (" +
            hexadecimal(file.old_header().run_identity) + "); its file is used again, nothing in it is read");
@@ -236,6 +241,7 @@ void ChunkStore::Implementation::prepare_files() {
   for (std::uint32_t i = 0; i < paths.size(); ++i) {
     ChunkFile& file = *paths[i].file;
     const bool keep_contents = current[i] && file.old_header().same_contents(header(i, owner));
+    if (options.must_exist && !keep_contents) refuse(file, ", or is laid out otherwise");
     if (current[i] && !keep_contents) {
       note("storage path " + paths[i].directory + " holds chunks of this run in another layout; they are dropped");
     }
@@ -391,6 +397,15 @@ std::size_t ChunkStore::poll(std::span<Transfer*> finished, bool wait) {
   }
 }
 
+void ChunkStore::flush() {
+  for (const Implementation::Path& path : implementation_->paths) {
+    const int error = path.storage->flush(path.storage_file);
+    if (error == 0) continue;
+    throw IoError("chunk file " + path.file->path() + " cannot be made durable: " + errno_text(error) +
+                  "; check the drive; the step under way is not committed");
+  }
+}
+
 std::size_t ChunkStore::outstanding() const {
   std::size_t count = 0;
   for (const Implementation::Path& path : implementation_->paths) count += path.storage->outstanding();
@@ -426,6 +441,14 @@ std::vector<std::string> ChunkStore::files() const {
   for (const Implementation::Path& path : implementation_->paths) files.push_back(path.file->path());
   return files;
 }
+
+std::uint64_t ChunkStore::offset_bytes(std::uint32_t chunk) const {
+  return implementation_->extents.at(chunk).offset_bytes;
+}
+
+std::uint64_t ChunkStore::slot_bytes(std::uint32_t chunk) const { return implementation_->extents.at(chunk).bytes; }
+
+std::string ChunkStore::file_name(std::uint32_t rank) { return "ballast-rank" + std::to_string(rank) + ".chunks"; }
 
 std::string ChunkStore::describe(const Transfer& transfer) const {
   const Implementation& store = *implementation_;

@@ -22,6 +22,7 @@
 
 #include "errno_text.h"
 #include "file_alignment.h"
+#include "flush.h"
 #include "piece_queue.h"
 
 namespace ballast::io {
@@ -37,6 +38,7 @@ class ThreadStorage final : public Storage {
   void submit(std::span<Operation* const> operations) override;
   std::size_t poll(std::span<Operation*> finished, bool wait) override;
   void cancel(Operation& operation) override;
+  int flush(std::uint32_t file) override;
   std::size_t outstanding() const override;
   std::uint64_t alignment_bytes() const override;
   std::string_view name() const override { return "threads"; }
@@ -114,6 +116,16 @@ std::uint32_t ThreadStorage::add_file(int descriptor) {
   files_.push_back(descriptor);
   queue_.set_alignment(std::max(queue_.alignment(), alignment));
   return static_cast<std::uint32_t>(files_.size() - 1);
+}
+
+int ThreadStorage::flush(std::uint32_t file) {
+  int descriptor = -1;
+  {
+    const std::lock_guard lock(mutex_);
+    if (file >= files_.size()) return EBADF;
+    descriptor = files_[file];
+  }
+  return flush_data(descriptor);
 }
 
 void ThreadStorage::submit(std::span<Operation* const> operations) {

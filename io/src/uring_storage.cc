@@ -12,6 +12,7 @@
 
 #include "errno_text.h"
 #include "file_alignment.h"
+#include "flush.h"
 #include "piece_queue.h"
 #include "uring_ring.h"
 
@@ -33,6 +34,8 @@ class UringStorage final : public Storage {
   void submit(std::span<Operation* const> operations) override;
   std::size_t poll(std::span<Operation*> finished, bool wait) override;
   void cancel(Operation& operation) override;
+  // A plain call, so that any thread may make it: the ring belongs to the thread that polls.
+  int flush(std::uint32_t file) override { return file < descriptors_.size() ? flush_data(descriptors_[file]) : EBADF; }
   std::size_t outstanding() const override { return queue_.outstanding(); }
   std::uint64_t alignment_bytes() const override { return queue_.alignment(); }
   std::string_view name() const override { return "io_uring"; }
@@ -60,6 +63,7 @@ class UringStorage final : public Storage {
   UringRing ring_;
   PieceQueue queue_;
   std::vector<File> files_;
+  std::vector<int> descriptors_;  // of the same, for flush
   std::vector<Piece> slots_;
   std::vector<std::uint32_t> free_slots_;
   std::vector<std::uint32_t> again_slots_;  // to be issued again: short counts and refusals
@@ -102,6 +106,7 @@ UringStorage::~UringStorage() {
 std::uint32_t UringStorage::add_file(int descriptor) {
   const std::uint64_t alignment = stated_alignment_bytes(descriptor);
   const int index = ring_.add_file(descriptor);
+  descriptors_.push_back(descriptor);
   files_.push_back(index >= 0 ? File{index, true} : File{descriptor, false});
   queue_.set_alignment(std::max(queue_.alignment(), alignment));
   return static_cast<std::uint32_t>(files_.size() - 1);

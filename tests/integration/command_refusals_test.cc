@@ -116,11 +116,12 @@ TEST_F(Refusals, SettingsThatMeanNothing) {
   refused(train({"--set", "budget.host=-5"}), 2, {"budget.host=-5"});
   refused(train({"--set", "optimizer.betas=[0.9,1.5]"}), 2, {"optimizer.betas"});
   refused(train({"--set", "optimizer.timing=eager"}), 2, {"optimizer.timing", "clip_global_norm"});
-  refused(train({"--set", "durability=step"}), 2, {"durability", "none"});
+  refused(train({"--set", "durability=always"}), 2, {"durability", "step"});
   refused(train({"--set", "device=cuda"}), 2, {"cuda"});
   refused(train({"--set", "budgets.host=1GiB"}), 2, {"budget.host"});
   refused(train({"--set", "threads"}), 2, {"--set threads", "KEY=VALUE"});
-  refused(train({"--checkpoint", scratch_.path() + "/saves"}), 2, {"checkpoint"});
+  refused(train({"--every", "5"}), 2, {"--checkpoint"});
+  refused(train({"--resume", "--overwrite"}), 2, {"--resume", "--overwrite"});
 }
 
 TEST_F(Refusals, ModelsThatMeanNothing) {

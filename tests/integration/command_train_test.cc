@@ -145,9 +145,37 @@ TEST_F(Training, LeavesOnlyWhatWasAskedFor) {
 }
 
 TEST_F(Training, SaysThatThereIsNothingToResumeFrom) {
-  const CommandResult result = run_command(train("host", {"--steps", "1", "--resume", "--overwrite"}));
+  const CommandResult result = run_command(train("host", {"--steps", "1", "--resume"}));
   EXPECT_EQ(result.status, 0) << result.error;
   EXPECT_THAT(result.output, HasSubstr("nothing to resume from: starting at step 0"));
+}
+
+TEST_F(Training, GoesOnFromTheCommittedStepAndFromACheckpoint) {
+  const std::string json = scratch_.path() + "/out.json", saves = scratch_.path() + "/saves";
+  const auto out = [&](const Arguments& more) {
+    Arguments arguments = {"--json", json};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const CommandResult result = run_command(train("nvme", arguments));
+    EXPECT_EQ(result.status, 0) << result.error;
+    return nlohmann::json::parse(read_file(json));
+  };
+  const std::vector<double> all = out({"--steps", "6"})["losses"];
+  const auto first = out({"--steps", "4", "--set", "durability=step", "--checkpoint", saves, "--every", "3"});
+  EXPECT_EQ(first["losses"].get<std::vector<double>>(), std::vector<double>(all.begin(), all.begin() + 4));
+  EXPECT_TRUE(first["resumed_from"].is_null());
+  const CommandResult refused = run_command(train("nvme", {"--steps", "6"}));
+  EXPECT_EQ(refused.status, 2);
+  EXPECT_THAT(refused.error, AllOf(HasSubstr("holds a committed run, step 4"), HasSubstr("--resume")));
+  const auto next = out({"--steps", "6", "--set", "durability=step", "--resume"});
+  EXPECT_EQ(next["first_step"], 4);
+  EXPECT_EQ(next["resumed_from"]["step"], 4);
+  EXPECT_EQ(next["losses"].get<std::vector<double>>(), std::vector<double>(all.begin() + 4, all.end()));
+  const auto over = out({"--steps", "1", "--overwrite"});
+  EXPECT_EQ(over["losses"].get<std::vector<double>>(), std::vector<double>(all.begin(), all.begin() + 1));
+  for (const char* folder : {"/step-3", "/step-4"}) EXPECT_TRUE(std::filesystem::exists(saves + folder)) << folder;
+  const auto from_save = out({"--steps", "6", "--resume", "--checkpoint", saves + "/step-3"});
+  EXPECT_EQ(from_save["first_step"], 3);
+  EXPECT_EQ(from_save["losses"].get<std::vector<double>>(), std::vector<double>(all.begin() + 3, all.end()));
 }
 
 TEST_F(Training, EndsWithATableForPeople) {

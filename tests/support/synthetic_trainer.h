@@ -130,13 +130,23 @@ class SyntheticTrainer {
     }
     last_norm_ = step.finish_backward(options_.add_others);
     if (last_norm_.finite) {
-      step.update();
+      step.update(std::as_bytes(std::span(&step_, 1)));
     } else {
       step.discard();
     }
     stream.synchronize();
     return loss_;
   }
+
+  // Where the engine goes on from a committed step; false where there is none.
+  bool resume() {
+    if (!engine_.resumed()) return false;
+    const std::vector<std::byte>& bytes = engine_.resumed()->user_bytes;
+    step_ = 0;
+    if (bytes.size() == sizeof step_) std::memcpy(&step_, bytes.data(), sizeof step_);
+    return true;
+  }
+  int next_step() const { return step_; }
 
   GradientNorm last_norm() const { return last_norm_; }
   const std::vector<UnitId>& ids() const { return ids_; }

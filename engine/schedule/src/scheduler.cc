@@ -249,6 +249,7 @@ void Scheduler::commit_gradients(Index id, std::span<const bool> contributes, bo
     if (last && eager) {
       state.eager = true;
       state.owed = true;
+      ++updates_due_;
       // An update that was queued after this gradient was opened is meant for a later one: what is expected in between
       // would be read before this update. (Dropped here, it is queued again in its place.)
       if (waiting != kNone && jobs_[waiting].gate_on_gradient && jobs_[waiting].key >> kChunkBits <= entry.key) {
@@ -338,7 +339,10 @@ void Scheduler::decide(bool update) {
       if (units_[chunks_[c].unit].reduced) forget_copy(chunks_[c].unit);  // of before or after it, as ranks differ
     } else {
       const bool becomes_due = state.contributed && update;
-      if (becomes_due) state.due = true;
+      if (becomes_due) {
+        state.due = true;
+        ++updates_due_;
+      }
       const Index j = state.waiting_job;
       if (j != kNone && becomes_due && !jobs_[j].gate_on_gradient) {
         no_longer_waiting(state);
@@ -515,6 +519,7 @@ void Scheduler::finished(const Action& action) {
     case Task::update: {
       BALLAST_CHECK(state.update_job == j);
       state.update_job = kNone;
+      --updates_due_;
       state.due = false;
       state.owed = false;
       state.gradient_here = false;

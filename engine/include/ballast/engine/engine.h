@@ -189,12 +189,36 @@ class Step {
   double loss_scale() const;  // multiply the loss by it; 1 without loss scaling
   // Waits for all gradients; once, after the last pass. The norm and its finiteness are those of all ranks.
   GradientNorm finish_backward(const AddOthers& add_others = {});
-  void update();   // UsageError where the gradients are not finite
+  // UsageError where the gradients are not finite. With durable steps the bytes are committed with the step and come
+  // back with it (a position in the data, a learning-rate schedule, a random state); waits until the step before is
+  // committed.
+  void update(std::span<const std::byte> user_bytes = {});
   void discard();  // nothing changes but a dynamic loss scale (UsageError with eager timing)
 
  private:
   friend class EngineImplementation;
   EngineImplementation* engine_ = nullptr;
+};
+
+// What to do where nvme.paths hold a committed run (of the same rank).
+enum class ExistingRun : std::uint8_t {
+  refuse,     // ConfigError
+  resume,     // go on from its newest committed step; where there is none, begin
+  overwrite,  // forget it
+};
+
+struct CommitOptions {
+  ExistingRun existing = ExistingRun::refuse;
+  // With ExistingRun::resume: a checkpoint, or a folder of such. What was saved later goes on, the newest checkpoint
+  // that is whole or the committed step under nvme.paths. Seen by all ranks.
+  std::string checkpoints;
+};
+
+// A committed step or a checkpoint that a run goes on from.
+struct ResumedStep {
+  std::uint64_t step = 0;  // optimizer steps taken
+  std::vector<std::byte> user_bytes;
+  std::string path;  // of its manifest or checkpoint
 };
 
 // How unit accesses are expected before a first step has shown them.
@@ -227,7 +251,13 @@ class Engine {
   UnitId add_unit(std::string name, std::vector<ParameterSpec> parameters, UnitOptions options = {});
   ParameterId parameter(UnitId unit, std::string_view name) const;                 // UsageError where there is none
   void expect_order(std::vector<ExpectedAccess> accesses, int micro_batches = 1);  // of one training pass
-  void commit();  // partitions, places, reserves, compiles; PlanError where it cannot fit
+  // Partitions, places, reserves, compiles; PlanError where it cannot fit. Going on from a committed step: ConfigError
+  // where that one is of another model or optimizer, saying what differs; CorruptionError where it is damaged.
+  void commit(const CommitOptions& options = {});
+  // After commit: the step that this run goes on from; initialize() is not called then.
+  const std::optional<ResumedStep>& resumed() const;
+  // The newest durable step; nothing without durable steps.
+  std::optional<std::uint64_t> committed_step() const;
 
   // After commit, before the first step. fill(parameter, first element, values): any range, any order, on this thread;
   // it writes all of `values`.
@@ -239,12 +269,18 @@ class Engine {
   ParameterLease acquire(UnitId unit, Stream stream);  // ready on that stream; does not wait
   GradientLease gradients(UnitId unit, Stream stream);
 
-  void settle();  // runs all pending updates
+  void settle();  // runs all pending updates; with durable steps, until the last of them that is to be is committed
   // Current values in fp32 (the exact master). Runs the unit's pending update first.
   void read(ParameterId id, std::int64_t first_element, std::span<float> values);
   // Optimizer states, for tests and export: step count, moments. Same order of elements as read().
   std::uint64_t step_count(ParameterId id);
   void read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg, std::span<float> exp_avg_sq);
+
+  // Between steps, on every rank: the state of now as a checkpoint, in a folder of that path, which all ranks see. Runs
+  // all pending updates and returns once it is durable; an interrupted save leaves an older one of that path as it was.
+  // keep: of the `step-N` folders beside it that many stay, the newest (0: all). IoError where it cannot be written:
+  // training can go on.
+  void save_checkpoint(const std::string& path, std::size_t keep = 0);
 
   Stream stream() const;  // the engine's own compute stream
   Stream make_stream(std::string_view name);

@@ -27,6 +27,8 @@ struct ChunkStoreOptions {
   // other is emptied first. All zeros: a run without identity, never the same as another.
   std::array<std::uint8_t, 16> run_identity{};
   bool keep_on_close = false;  // false: the file is removed at a normal close
+  // The files are there, with this run's identity and this layout, and keep their contents; IoError where they are not.
+  bool must_exist = false;
   int lock_wait_ms = 10'000;
   std::function<void(std::string)> note;  // one-line notes for people (back end, buffered I/O, leftovers); may be empty
   // For tests and decorators: makes the storage of a path instead of open_storage().
@@ -68,6 +70,9 @@ class ChunkStore {
   void submit(std::span<Transfer* const> transfers);
   std::size_t poll(std::span<Transfer*> finished, bool wait);
   std::size_t outstanding() const;
+  // Makes durable what was written by transfers that poll() had handed back before this call. Blocks; any thread.
+  // Throws IoError naming the file; what was written may be lost then.
+  void flush();
 
   std::uint64_t alignment_bytes() const;
   std::string_view backend_name() const;  // "io_uring" or "threads"
@@ -76,6 +81,10 @@ class ChunkStore {
   StorageCounters counters() const;  // summed over paths
   std::uint64_t reserved_bytes() const;
   std::vector<std::string> files() const;  // one per path
+  // Where a chunk's extents are, for readers of the files: in that of path chunk % paths, slot after slot.
+  std::uint64_t offset_bytes(std::uint32_t chunk) const;
+  std::uint64_t slot_bytes(std::uint32_t chunk) const;
+  static std::string file_name(std::uint32_t rank);  // within each path
   // "FILE at OFFSET": where a transfer goes, for error texts.
   std::string describe(const Transfer& transfer) const;
 

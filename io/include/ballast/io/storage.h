@@ -79,6 +79,10 @@ class Storage {
   // Asks for an early end: a queued operation becomes cancelled, one in flight ends as done or cancelled. Either way it
   // still comes back through poll().
   virtual void cancel(Operation& operation) = 0;
+  // Makes durable what operations on the file have written that came back through poll() before this call. Blocks. Any
+  // thread, beside the one of the other calls. 0 or an errno; after a failure what was written may be lost for good,
+  // and a second try may claim success: not to be repeated.
+  virtual int flush(std::uint32_t file) = 0;
 
   virtual std::size_t outstanding() const = 0;        // submitted and not yet handed back
   virtual std::uint64_t alignment_bytes() const = 0;  // the largest over its files; 1 where there is none

@@ -170,7 +170,8 @@ class Scheduler {
   bool collectives_over() const { return gathers_.count == 0 && reductions_.count == 0; }
   bool quiet() const { return in_flight_ == 0; }  // no task is in flight
   bool update_due(Index chunk) const { return chunk_states_[chunk].due || chunk_states_[chunk].owed; }
-  bool unit_update_due(Index unit) const;  // decided (or committed eagerly) and not yet done
+  bool unit_update_due(Index unit) const;             // decided (or committed eagerly) and not yet done
+  Index updates_due() const { return updates_due_; }  // of how many chunks
   // Every update that is due has a job that runs without anything more being asked for: queued by itself or with an
   // entry that is leased. Otherwise only an expected entry asks for it, or nothing: cancel_expected(),
   // append_updates().
@@ -407,6 +408,7 @@ class Scheduler {
   Index jobs_alive_ = 0, gradient_jobs_ = 0, in_flight_ = 0;
   Index reserved_jobs_ = 0;  // of the free ones, kept for commits
   List waiting_updates_;     // the waiting_job of chunks, in program order
+  Index updates_due_ = 0;    // chunks that are due or owed
   std::uint64_t next_key_ = 1;
   std::uint64_t cancellations_ = 0;
 };

@@ -37,6 +37,7 @@ class FaultyStorage final : public Storage {
   void submit(std::span<Operation* const> operations) override;
   std::size_t poll(std::span<Operation*> finished, bool wait) override;
   void cancel(Operation& operation) override;
+  int flush(std::uint32_t file) override { return inner_->flush(file); }
   std::size_t outstanding() const override { return inner_->outstanding() + held_.size(); }
   std::uint64_t alignment_bytes() const override { return inner_->alignment_bytes(); }
   std::string_view name() const override { return "faulty"; }

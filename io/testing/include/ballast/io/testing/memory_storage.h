@@ -5,6 +5,7 @@
 #include <ballast/base/random.h>
 #include <ballast/io/storage.h>
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -34,6 +35,7 @@ class MemoryStorage final : public Storage {
   void submit(std::span<Operation* const> operations) override;
   std::size_t poll(std::span<Operation*> finished, bool wait) override;
   void cancel(Operation& operation) override;
+  int flush(std::uint32_t file) override { return file < files_.size() ? 0 : EBADF; }
   std::size_t outstanding() const override;
   std::uint64_t alignment_bytes() const override { return memory_options_.alignment_bytes; }
   std::string_view name() const override { return "memory"; }

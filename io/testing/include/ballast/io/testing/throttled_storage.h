@@ -34,6 +34,7 @@ class ThrottledStorage final : public Storage {
   void submit(std::span<Operation* const> operations) override;
   std::size_t poll(std::span<Operation*> finished, bool wait) override;
   void cancel(Operation& operation) override { inner_->cancel(operation); }
+  int flush(std::uint32_t file) override { return inner_->flush(file); }
   std::size_t outstanding() const override { return due_.size(); }
   std::uint64_t alignment_bytes() const override { return inner_->alignment_bytes(); }
   std::string_view name() const override { return "throttled"; }

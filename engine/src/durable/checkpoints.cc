@@ -1,0 +1,144 @@
+// Folders of checkpoints.
+// SPDX-License-Identifier: Apache-2.0
+#include "durable/checkpoints.h"
+
+#include <ballast/base/error.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <thread>
+
+namespace ballast::engine {
+namespace {
+
+void flush_directory(const std::string& path) { io::make_small_files(path)->flush_directory(); }
+
+std::string parent_of(const std::string& path) {
+  const std::filesystem::path parent = std::filesystem::path(path).parent_path();
+  return parent.empty() ? "." : parent.string();
+}
+
+}  // namespace
+
+CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)), parent_(parent_of(path_)) {
+  std::error_code error;
+  std::filesystem::create_directories(parent_, error);
+  if (error) throw IoError("checkpoint folder " + parent_ + " cannot be made: " + error.message());
+  lock_ = ::open(parent_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (lock_ < 0) throw IoError("checkpoint folder " + parent_ + " cannot be opened: " + std::strerror(errno));
+  if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
+    const int why = errno;
+    ::close(lock_);
+    throw IoError("checkpoint folder " + parent_ +
+                  (why == EWOULDBLOCK ? " is being written to by another run; give each a folder of its own"
+                                      : std::string(" cannot be locked: ") + std::strerror(why)));
+  }
+  try {
+    remove_folder(unpublished(path_));
+    if (!std::filesystem::create_directory(unpublished(path_), error) || error) {
+      throw IoError("checkpoint folder " + unpublished(path_) + " cannot be made: " + error.message());
+    }
+  } catch (...) {
+    ::close(lock_);
+    throw;
+  }
+}
+
+CheckpointFolder::~CheckpointFolder() {
+  if (!published_) {
+    std::error_code ignored;  // what is left is removed by the next save
+    std::filesystem::remove_all(unpublished(path_), ignored);
+  }
+  ::close(lock_);
+}
+
+void CheckpointFolder::publish() {
+  flush_directory(unpublished(path_));
+  struct stat status;
+  const bool there = ::stat(path_.c_str(), &status) == 0;
+  // An older folder of that name is exchanged for the new one, so that at every moment one of them has the name.
+  if (::renameat2(AT_FDCWD, unpublished(path_).c_str(), AT_FDCWD, path_.c_str(), there ? RENAME_EXCHANGE : 0) != 0) {
+    throw IoError("checkpoint " + unpublished(path_) + " cannot be put in place as " + path_ + ": " +
+                  std::strerror(errno));
+  }
+  published_ = true;
+  flush_directory(parent_);
+  if (there) remove_folder(unpublished(path_));
+}
+
+void CheckpointFolder::prune(std::size_t keep) {
+  const auto all = list_checkpoints(parent_);
+  for (std::size_t i = keep; keep > 0 && i < all.size(); ++i) {
+    // By another name first: a folder that is half removed must not look like a checkpoint.
+    const std::string going = unpublished(all[i].second);
+    remove_folder(going);
+    if (std::rename(all[i].second.c_str(), going.c_str()) != 0) {
+      throw IoError("old checkpoint " + all[i].second + " cannot be removed: " + std::strerror(errno));
+    }
+    remove_folder(going);
+  }
+}
+
+std::vector<std::pair<std::uint64_t, std::string>> list_checkpoints(const std::string& directory) {
+  std::vector<std::pair<std::uint64_t, std::string>> found;
+  const auto files = io::make_small_files(directory);
+  for (const std::string& name : files->list()) {
+    if (!name.starts_with("step-")) continue;
+    std::uint64_t step = 0;
+    const auto [at, error] = std::from_chars(name.data() + 5, name.data() + name.size(), step);
+    if (error == std::errc{} && at == name.data() + name.size()) found.emplace_back(step, files->path(name));
+  }
+  std::sort(found.rbegin(), found.rend());
+  return found;
+}
+
+std::optional<std::pair<std::string, std::uint64_t>> find_checkpoint(const std::string& path) {
+  if (const auto steps = ManifestLog::steps_of(*io::make_small_files(path)); !steps.empty()) {
+    return std::pair(path, steps.front());
+  }
+  for (const auto& [number, folder] : list_checkpoints(path)) {
+    const auto steps = ManifestLog::steps_of(*io::make_small_files(folder));
+    if (!steps.empty()) return std::pair(folder, steps.front());
+  }
+  return std::nullopt;
+}
+
+void remove_folder(const std::string& path) {
+  std::error_code error;
+  std::filesystem::remove_all(path, error);
+  if (error) throw IoError(path + " cannot be removed: " + error.message());
+}
+
+void make_folder(const std::string& path) {
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (error) throw IoError(path + " cannot be made: " + error.message());
+}
+
+void wait_until_unlocked(const std::string& file) {
+  const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+  if (descriptor < 0) return;  // none, or one that opening it will say more about
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  bool locked = false;
+  while (!(locked = ::flock(descriptor, LOCK_EX | LOCK_NB) == 0) && errno == EWOULDBLOCK &&
+         std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  const int why = errno;
+  ::close(descriptor);
+  if (!locked && why == EWOULDBLOCK) {
+    throw IoError("chunk file " + file +
+                  " is in use by another process; let it end, or give each engine a directory of its own");
+  }
+}
+
+}  // namespace ballast::engine

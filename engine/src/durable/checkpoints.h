@@ -1,0 +1,55 @@
+// Checkpoints: folders with one committed step each, written beside and put in place whole. What is in one is laid out
+// as under nvme.paths: a chunk file and a manifest for each rank that held a part.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ballast/io/chunk_store.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "durable/manifest.h"
+
+namespace ballast::engine {
+
+// A folder that is being written, by all ranks: `path` + ".new", put in place at the end.
+class CheckpointFolder {
+ public:
+  // By one rank, before the others write: makes the folder, and holds the folder around it against other writers.
+  // Throws IoError.
+  explicit CheckpointFolder(std::string path);
+  ~CheckpointFolder();  // removes what was not published
+  CheckpointFolder(const CheckpointFolder&) = delete;
+  CheckpointFolder& operator=(const CheckpointFolder&) = delete;
+
+  static std::string unpublished(const std::string& path) { return path + ".new"; }
+  // Once all ranks' files are durable. Takes the place of an older folder of that name in one step.
+  void publish();
+  // Of `step-N` folders beside it the newest `keep` stay (0: all).
+  void prune(std::size_t keep);
+
+ private:
+  const std::string path_;
+  const std::string parent_;
+  int lock_ = -1;
+  bool published_ = false;
+};
+
+// The `step-N` folders in a directory, newest first; (N, path). None where there is no such directory.
+std::vector<std::pair<std::uint64_t, std::string>> list_checkpoints(const std::string& directory);
+
+// `path` itself where it holds manifests, else the newest checkpoint in it that does; with the step of the newest
+// manifests. Nothing where there is none.
+std::optional<std::pair<std::string, std::uint64_t>> find_checkpoint(const std::string& path);
+
+// Everything in it, and itself; nothing where there is none. Throws IoError.
+void remove_folder(const std::string& path);
+void make_folder(const std::string& path);
+
+// Returns once no other process holds the chunk file, at once where there is none. Throws IoError after 10 seconds.
+void wait_until_unlocked(const std::string& file);
+
+}  // namespace ballast::engine
