@@ -239,7 +239,7 @@ TEST_F(CudaDeviceTest, PinnedMemoryIsCopiedWithoutBlockingAndReadWhenTheCopyRuns
 // What the random timings are for: the same two streams with the wait left out are caught.
 TEST_F(CudaDeviceTest, AMissingWaitShowsInSomeOrderAndAKeptOneInNone) {
   for (const bool waits : {true, false}) {
-    if (!waits && ballast::testing::kUnderThreadSanitizer) continue;  // a race on purpose, which the sanitizer reports
+    if (!waits && test::kUnderThreadSanitizer) continue;  // a race on purpose, which the sanitizer reports
     int wrong = 0;
     for (std::uint64_t seed = 1; seed <= 60; ++seed) {
       standin::reset();

@@ -49,7 +49,7 @@ const std::set<std::string> kFindDevice = {"cudaDeviceGetAttribute", "cudaGetDev
 // Streams that are not ordered run into one another until the failure is seen: a race on purpose, which the thread
 // sanitizer would report.
 bool races(const std::string& function) {
-  return testing::kUnderThreadSanitizer &&
+  return test::kUnderThreadSanitizer &&
          (function == "cudaEventRecord" || function == "cuStreamWaitValue32" || function == "cudaStreamWaitEvent");
 }
 
@@ -164,7 +164,7 @@ TEST(StandInFailures, EachCallMayFailWhileOneRankTrains) {
   const TemporaryDirectory directory;
   std::size_t failures = 0;
   std::set<std::string> reached;
-  const std::uint64_t parts = number_from("BALLAST_STANDIN_PLACES", testing::kUnderThreadSanitizer ? 2 : 4);
+  const std::uint64_t parts = number_from("BALLAST_STANDIN_PLACES", test::kUnderThreadSanitizer ? 2 : 4);
   for (const Tier tier : {Tier::device, Tier::nvme}) {
     const Config config = plain_config(directory.path(), tier, Timing::just_in_time);
     const auto environment = [] {
@@ -215,7 +215,7 @@ TEST(StandInFailures, EachCallMayFailWhileOneRankTrains) {
 // --- four ranks ------------------------------------------------------------------------------------------------------
 
 constexpr int kRanks = 4;
-constexpr auto kTimeout = testing::kUnderThreadSanitizer ? 5s : 3s;
+constexpr auto kTimeout = test::kUnderThreadSanitizer ? 5s : 3s;
 
 std::vector<Ended> train_ranks(const Config& config, bool with_control, const std::function<void()>& inject,
                                std::size_t* warnings = nullptr) {
@@ -256,7 +256,7 @@ std::vector<Ended> train_ranks(const Config& config, bool with_control, const st
 TEST(StandInFailures, EachCallMayFailWhileFourRanksTrain) {
   const TemporaryDirectory directory;
   Config config = plain_config(directory.path(), Tier::host, Timing::just_in_time);
-  const std::uint64_t parts = number_from("BALLAST_STANDIN_PLACES", testing::kUnderThreadSanitizer ? 1 : 2);
+  const std::uint64_t parts = number_from("BALLAST_STANDIN_PLACES", test::kUnderThreadSanitizer ? 1 : 2);
   std::size_t failures = 0;
   std::set<std::string> reached;
   for (const bool with_control : {true, false}) {
