@@ -10,8 +10,8 @@ target_compile_definitions(config_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOU
 set(command_parts ${PROJECT_SOURCE_DIR}/bench/cli)
 ballast_add_test(command_parts_test LABEL unit TIMEOUT 120
   SOURCES unit/command_parts_test.cc integration/command_runner.cc
-          ${command_parts}/display.cc ${command_parts}/interrupt.cc ${command_parts}/output_file.cc ${command_parts}/run_record.cc
-          ${command_parts}/storage_bench.cc
+          ${command_parts}/display.cc ${command_parts}/interrupt.cc ${command_parts}/output_file.cc
+          ${command_parts}/run_record.cc ${command_parts}/storage_bench.cc
   LIBRARIES ballast_engine ballast_io ballast_offload nlohmann_json::nlohmann_json)
 target_include_directories(command_parts_test PRIVATE ${PROJECT_SOURCE_DIR}/bench)
 target_compile_definitions(command_parts_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}" BALLAST_COMMAND="")

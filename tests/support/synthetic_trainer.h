@@ -19,9 +19,9 @@ namespace ballast::testing {
 // A directory of its own, removed at the end.
 class TemporaryDirectory {
  public:
-  TemporaryDirectory() {
-    const char* base = std::getenv("TMPDIR");
-    path_ = std::string(base != nullptr ? base : "/tmp") + "/ballast-test-XXXXXX";
+  TemporaryDirectory() : TemporaryDirectory(std::getenv("TMPDIR") != nullptr ? std::getenv("TMPDIR") : "/tmp") {}
+  explicit TemporaryDirectory(const std::string& base) {
+    path_ = base + "/ballast-test-XXXXXX";
     if (::mkdtemp(path_.data()) == nullptr) throw std::runtime_error("mkdtemp " + path_);
   }
   ~TemporaryDirectory() { [[maybe_unused]] const int status = std::system(("rm -rf '" + path_ + "'").c_str()); }
