@@ -388,6 +388,8 @@ void EngineImplementation::commit_gradients(std::uint64_t id, Stream stream, boo
     if (plan_.timing == Timing::eager && !partial && last_pass_of_step()) {
       finish_commit(lock);
       if (!std::exchange(updates_begun_, true)) {
+        // A step that is not committed may still be updating; what follows is told apart from it.
+        if (plan_.durable) executor_->wait(lock, [&] { return executor_->updates_written(lock); });
         executor_->resident_chunks().begin_step();
         if (commits_step(steps_updated_ + 1)) committer_->expect();
       }

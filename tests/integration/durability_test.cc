@@ -14,6 +14,11 @@
 #include "support/engine_support.h"
 #include "support/on_ranks.h"
 
+// GCC 12 takes the strings of the temporaries that are handed to run() for uninitialised.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 namespace ballast::testing {
 namespace {
 

@@ -85,8 +85,9 @@ Ended train(const Config& config, const std::function<EngineEnvironment()>& make
     trainer.initialize();
     for (int step = 0; step < 2; ++step) trainer.step();
     ended.values = trainer.values();
-    // After this the engine may still read ahead, for steps that never come.
+    // The engine may be reading ahead, for steps that never come: what has failed so far is told by the next call.
     ended.calls = all_calls();
+    engine.settle();
   } catch (const Error& error) {
     ended.kind = kind_of(error);
     ended.text = error.what();
