@@ -11,7 +11,7 @@
 #include <filesystem>
 
 #include "contract/device_contract.h"
-#include "support/under_thread_sanitizer.h"
+#include "support/sanitizers.h"
 
 namespace ballast::offload {
 namespace {

@@ -12,7 +12,7 @@
 #include <typeinfo>
 
 #include "support/standin_support.h"
-#include "support/under_thread_sanitizer.h"
+#include "support/sanitizers.h"
 
 namespace ballast {
 namespace {

@@ -14,6 +14,7 @@
 
 #include "executor.h"
 #include "support/engine_support.h"
+#include "support/sanitizers.h"
 
 namespace ballast::testing {
 namespace {
@@ -23,17 +24,6 @@ using io::testing::CrashDisk;
 
 constexpr int kSteps = 6;
 constexpr int kCrashesMax = 3;
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
-#else
-constexpr bool kSanitized = false;
-#endif
 
 std::uint64_t number_from(const char* name, std::uint64_t usual) {
   const char* text = std::getenv(name);
@@ -171,7 +161,7 @@ std::string run_with_crashes(std::uint64_t seed, Carelessness careless = {}) {
 
 TEST(Crash, AnyMomentLosesNoCommittedStepAndTheRestIsTheSame) {
   const std::uint64_t first = number_from("BALLAST_CRASH_FIRST", 1);
-  const std::uint64_t seeds = number_from("BALLAST_CRASH_SEEDS", kSanitized ? 300 : 5000);
+  const std::uint64_t seeds = number_from("BALLAST_CRASH_SEEDS", test::kSanitized ? 300 : 5000);
   for (std::uint64_t seed = first; seed < first + seeds; ++seed) {
     const Watchdog watchdog;
     const std::string wrong = run_with_crashes(seed);

@@ -21,25 +21,15 @@
 #include "ballast/base/size.h"
 #include "ballast/offload/topology.h"
 #include "mapped_memory.h"
+#include "support/sanitizers.h"
 
 namespace ballast::offload {
 namespace {
 
 using base::kGiB;
 using base::kMiB;
+using test::kSanitized;
 using testing::HasSubstr;
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
-#else
-constexpr bool kSanitized = false;
-#endif
 
 std::uint64_t resident_bytes() {
   std::ifstream file("/proc/self/statm");

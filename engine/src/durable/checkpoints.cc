@@ -101,17 +101,6 @@ std::vector<std::pair<std::uint64_t, std::string>> list_checkpoints(const std::s
   return found;
 }
 
-std::optional<std::pair<std::string, std::uint64_t>> find_checkpoint(const std::string& path) {
-  if (const auto steps = ManifestLog::steps_of(*io::make_small_files(path)); !steps.empty()) {
-    return std::pair(path, steps.front());
-  }
-  for (const auto& [number, folder] : list_checkpoints(path)) {
-    const auto steps = ManifestLog::steps_of(*io::make_small_files(folder));
-    if (!steps.empty()) return std::pair(folder, steps.front());
-  }
-  return std::nullopt;
-}
-
 void remove_folder(const std::string& path) {
   std::error_code error;
   std::filesystem::remove_all(path, error);

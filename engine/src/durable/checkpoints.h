@@ -6,7 +6,6 @@
 #include <ballast/io/chunk_store.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,10 +39,6 @@ class CheckpointFolder {
 
 // The `step-N` folders in a directory, newest first; (N, path). None where there is no such directory.
 std::vector<std::pair<std::uint64_t, std::string>> list_checkpoints(const std::string& directory);
-
-// `path` itself where it holds manifests, else the newest checkpoint in it that does; with the step of the newest
-// manifests. Nothing where there is none.
-std::optional<std::pair<std::string, std::uint64_t>> find_checkpoint(const std::string& path);
 
 // Everything in it, and itself; nothing where there is none. Throws IoError.
 void remove_folder(const std::string& path);
