@@ -11,8 +11,8 @@
 #include <set>
 #include <typeinfo>
 
-#include "support/standin_support.h"
 #include "support/sanitizers.h"
+#include "support/standin_support.h"
 
 namespace ballast {
 namespace {
