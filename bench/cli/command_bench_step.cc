@@ -1,7 +1,8 @@
 // ballast bench step: whole steps of a synthetic model (gradients computed from the parameters, no matrix products). A
 // few steps in a row are paired with raw transfers of the same extents just before them, so that efficiency is a median
 // of ratios taken on one machine at one time. The engine reads ahead between steps: raw transfers wait until it is
-// quiet, and only the bytes that it moves while its steps are timed count.
+// quiet, the steps that then run on what it had read are not timed, and only the bytes that it moves while the others
+// are timed count.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/error.h>
 #include <ballast/base/random.h>
@@ -166,7 +167,7 @@ class SyntheticModel {
   std::int64_t seen_ = 0;
 };
 
-constexpr std::size_t kStepsPerPair = 4;
+constexpr std::size_t kStepsPerPair = 3;  // at least; beside those that are not timed
 
 std::uint64_t nvme_bytes(const Report& report) {
   return report.lanes[static_cast<std::size_t>(Lane::nvme_read)].bytes +
@@ -224,7 +225,9 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
   for (std::size_t i = 0; i < steps;) {
     // The first steps warm up, alone; then as many in a row as a pair takes.
     const bool warm = i >= warm_up_steps(steps);
-    const std::size_t count = warm ? std::min(kStepsPerPair, steps - i) : 1;
+    const std::size_t lead_in = warm ? lead_in_steps(steps - i) : 0;
+    const bool last = steps - i < 2 * (lead_in + kStepsPerPair);  // what is no pair of its own goes with the last one
+    const std::size_t count = !warm ? 1 : last ? steps - i - lead_in : kStepsPerPair;
     const Report quiet = report_at_rest(engine);
     if (i == warm_up_steps(steps)) record.steady_begin = quiet;
     if (raw && !quiet.at_rest) throw Error("the engine did not come to rest, so raw transfers would disturb it");
@@ -232,24 +235,26 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
     StorageBench::Result transferred;
     if (raw && warm) transferred = raw->run(StorageBench::Pattern::rewrite);
     ranks->barrier();
-    const std::uint64_t before = nvme_bytes(engine.report());
+    Report begin_report;
     double seconds = 0;
-    for (std::size_t k = 0; k < count; ++k, ++i) {
+    for (std::size_t k = 0; k < lead_in + count; ++k, ++i) {
+      if (k == lead_in) begin_report = engine.report();
       InterruptGuard::check();
       const Clock::time_point begin = Clock::now();
       StepRecord step = model.step();
       step.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-      seconds += step.seconds;
+      if (k >= lead_in) seconds += step.seconds;
       record.steps.push_back(step);
     }
+    const Report end_report = engine.report();
+    if (warm) record.timed.add(begin_report, end_report, count, seconds);
     if (!raw || !warm) continue;
-    const double moved = sum(from_all(*ranks, static_cast<double>(nvme_bytes(engine.report()) - before)));
+    const double moved = sum(from_all(*ranks, static_cast<double>(nvme_bytes(end_report) - nvme_bytes(begin_report))));
     const double raw_bytes = sum(from_all(*ranks, static_cast<double>(transferred.bytes)));
     const double raw_seconds = largest(from_all(*ranks, transferred.seconds));
     raw_rates.push_back(raw_bytes / raw_seconds);
     ratios.push_back(moved / raw_rates.back() / largest(from_all(*ranks, seconds)));
   }
-  record.timed_end = engine.report();
   record.end = report_at_rest(engine);
   engine.settle();
   gather_seconds(*ranks, record);

@@ -202,20 +202,25 @@ void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt:
   record->steps.reserve(std::min<std::size_t>(steps, 1 << 16));
   if (const Agreed agreed = agree(ranks, 0, InterruptGuard::seen()); agreed.signal != 0)
     throw Interrupted(agreed.signal);
+  const std::size_t steady_from = warm_up_steps(steps), timed_from = steady_from + lead_in_steps(steps - steady_from);
+  Report timed_begin = record->steady_begin;
+  double timed_seconds = 0;
   for (std::size_t i = 0; i < steps; ++i) {
-    if (i == warm_up_steps(steps)) record->steady_begin = report_at_rest(engine);
+    if (i == steady_from) record->steady_begin = report_at_rest(engine);
+    if (i == timed_from) timed_begin = engine.report();
     const Clock::time_point step_begin = Clock::now();
     const gpt::StepResult result = trainer.step(first + i, options.learning_rate);
     const Agreed agreed = agree(ranks, result.loss, InterruptGuard::seen());
     const StepRecord step{agreed.mean, result.grad_norm, since(step_begin)};
     record->steps.push_back(step);
+    if (i >= timed_from) timed_seconds += step.seconds;
     log.append(log_line(first + i, step, result.updated));
     progress.update(progress_line(first + i + 1, i + 1, steps, step, since(begin), record->tokens_per_step),
                     i + 1 == steps);
     save_due(options, engine, first + i + 1, i + 1 == steps, progress);
     if (agreed.signal != 0 && i + 1 < steps) throw Interrupted(agreed.signal);
   }
-  record->timed_end = engine.report();
+  record->timed.add(timed_begin, engine.report(), steps - timed_from, timed_seconds);
   record->end = report_at_rest(engine);
   engine.settle();  // the last step's pending updates may still fail
 }

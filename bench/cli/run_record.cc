@@ -57,11 +57,18 @@ StorageRates measure_storage_rates(const std::vector<std::string>& paths, std::u
   return rates;
 }
 
+void TimedSteps::add(const Report& begin, const Report& end, std::size_t count, double count_seconds) {
+  steps += count;
+  seconds += count_seconds;
+  for (std::size_t i = 0; i < lanes.size(); ++i) {
+    lanes[i].bytes += end.lanes[i].bytes - begin.lanes[i].bytes;
+    lanes[i].busy_ns += end.lanes[i].busy_ns - begin.lanes[i].busy_ns;
+  }
+}
+
 double RunRecord::steady_step_seconds() const {
-  if (steps.empty()) return std::numeric_limits<double>::quiet_NaN();
-  double sum = 0;
-  for (std::size_t i = warm_up_steps(steps.size()); i < steps.size(); ++i) sum += steps[i].seconds;
-  return sum / static_cast<double>(steady_steps());
+  if (timed.steps == 0) return std::numeric_limits<double>::quiet_NaN();
+  return timed.seconds / static_cast<double>(timed.steps);
 }
 
 double RunRecord::tokens_per_second() const { return static_cast<double>(tokens_per_step) / steady_step_seconds(); }
@@ -72,15 +79,13 @@ double RunRecord::bytes_per_step(Lane lane) const {
 }
 
 double RunRecord::bound_seconds(Lane lane) const {
-  return static_cast<double>(lane_of(timed_end.value_or(end), lane).busy_ns - lane_of(steady_begin, lane).busy_ns) *
-         1e-9 / static_cast<double>(steady_steps());
+  return static_cast<double>(timed.lanes[static_cast<std::size_t>(lane)].busy_ns) * 1e-9 /
+         static_cast<double>(timed.steps);
 }
 
 double RunRecord::nvme_bound_seconds() const {
-  const Report& last = timed_end ? *timed_end : end;
   const auto per_step = [&](Lane lane) {
-    return static_cast<double>(lane_of(last, lane).bytes - lane_of(steady_begin, lane).bytes) /
-           static_cast<double>(steady_steps());
+    return static_cast<double>(timed.lanes[static_cast<std::size_t>(lane)].bytes) / static_cast<double>(timed.steps);
   };
   const double read = per_step(Lane::nvme_read);
   const double written = per_step(Lane::nvme_write);

@@ -37,23 +37,36 @@ struct StepRecord {
 // The steps from which steady-state figures are taken: without the first two, where there are more.
 constexpr std::size_t warm_up_steps(std::size_t steps) { return steps == 0 ? 0 : steps < 3 ? steps - 1 : 2; }
 
+// After a rest the slots hold what was read ahead, and the first steps run on it: with gpt-303m and 8 GiB of host
+// memory 0.25 s, 1.6 s, and only then the 1.9 s of a step that waits for its drive. Of so many steps after a rest,
+// those that are not timed; a run of a few is timed whole.
+constexpr std::size_t lead_in_steps(std::size_t steps) { return steps < 5 ? 0 : 2; }
+
+// Steps in a row that the clock was on, and what the lanes did meanwhile.
+struct TimedSteps {
+  std::size_t steps = 0;
+  double seconds = 0;
+  decltype(Report::lanes) lanes{};
+  void add(const Report& begin, const Report& end, std::size_t count, double count_seconds);
+};
+
 struct RunRecord {
   std::uint64_t first_step = 0;
   std::optional<ResumedStep> resumed_from;
   std::uint64_t tokens_per_step = 0;
   std::vector<StepRecord> steps;
-  Report steady_begin;                // after the warm-up
+  Report steady_begin;                // after the warm-up, at rest
   Report end;                         // after the last step, at rest as steady_begin: whole steps' bytes lie between
-  std::optional<Report> timed_end;    // right after the last step: what the measured time has seen; nothing: as end
+  TimedSteps timed;                   // of the steps after the warm-up, those without a rest shortly before
   std::optional<StorageRates> rates;  // where NVMe is used
   // Of every rank: its mean seconds per step, and those in which its drive had work. Empty: this rank alone is known.
   std::vector<double> rank_step_seconds, rank_nvme_seconds;
 
   std::size_t steady_steps() const { return steps.size() - warm_up_steps(steps.size()); }
-  double steady_step_seconds() const;  // mean
+  double steady_step_seconds() const;  // mean of those timed
   double tokens_per_second() const;
   double bytes_per_step(Lane lane) const;
-  // Seconds a step would take if only this lane were slow, of the work within the measured time. NVMe: bytes over
+  // Seconds a step would take if only this lane were slow, of the work in the timed steps. NVMe: bytes over
   // measured rate, reads and writes in turn, or both at once where the device proved faster so; other lanes: the time
   // they had work.
   double bound_seconds(Lane lane) const;

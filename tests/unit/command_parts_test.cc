@@ -171,19 +171,38 @@ RunRecord record_of(std::size_t steps, double seconds) {
   record.tokens_per_step = 24;
   record.steps.assign(steps, {2.5, 1.0, seconds});
   record.end.parameters = 100;
+  record.timed = {.steps = steps, .seconds = static_cast<double>(steps) * seconds};
   return record;
 }
 
-TEST(RunRecord, WarmUpStepsDoNotCountWhereThereAreMore) {
+TEST(RunRecord, WarmUpAndLeadInStepsDoNotCountWhereThereAreMore) {
   EXPECT_EQ(warm_up_steps(0), 0u);
   EXPECT_EQ(warm_up_steps(1), 0u);
   EXPECT_EQ(warm_up_steps(2), 1u);
   EXPECT_EQ(warm_up_steps(3), 2u);
   EXPECT_EQ(warm_up_steps(100), 2u);
+  EXPECT_EQ(lead_in_steps(0), 0u);
+  EXPECT_EQ(lead_in_steps(4), 0u);
+  EXPECT_EQ(lead_in_steps(5), 2u);
   RunRecord record = record_of(5, 1.0);
   record.steps[0].seconds = record.steps[1].seconds = 1000;
   EXPECT_EQ(record.steady_step_seconds(), 1.0);
   EXPECT_EQ(record.tokens_per_second(), 24.0);
+}
+
+TEST(RunRecord, TheTimedStepsOfSeveralWindowsAddUp) {
+  Report begin, end;
+  begin.lanes[1].bytes = 100;
+  end.lanes[1].bytes = 400;
+  begin.lanes[2].busy_ns = 1'000'000'000;
+  end.lanes[2].busy_ns = 5'000'000'000;
+  RunRecord record;
+  EXPECT_TRUE(std::isnan(record.steady_step_seconds()));
+  record.timed.add(begin, end, 3, 6.0);
+  record.timed.add(begin, end, 1, 4.0);
+  EXPECT_EQ(record.timed.lanes[1].bytes, 600u);
+  EXPECT_EQ(record.steady_step_seconds(), 2.5);
+  EXPECT_EQ(record.bound_seconds(static_cast<Lane>(2)), 2.0);
 }
 
 TEST(RunRecord, TheBoundIsTheSlowestLaneAndNvmeCountsInTurnUnlessDuplex) {
@@ -192,6 +211,8 @@ TEST(RunRecord, TheBoundIsTheSlowestLaneAndNvmeCountsInTurnUnlessDuplex) {
   lane(Lane::nvme_read).bytes = 4 * 1400;
   lane(Lane::nvme_write).bytes = 4 * 1200;
   lane(Lane::compute).busy_ns = 4 * 100'000'000;
+  record.timed = {};
+  record.timed.add(record.steady_begin, record.end, 4, 4 * 0.5);
   record.rates =
       StorageRates{.read_bytes_per_second = 7000, .write_bytes_per_second = 6000, .mixed_bytes_per_second = 6500};
   EXPECT_DOUBLE_EQ(record.bytes_per_step(Lane::nvme_read), 1400);
@@ -202,6 +223,8 @@ TEST(RunRecord, TheBoundIsTheSlowestLaneAndNvmeCountsInTurnUnlessDuplex) {
   record.rates->mixed_bytes_per_second = 13'000;
   EXPECT_DOUBLE_EQ(record.nvme_bound_seconds(), 0.2);
   lane(Lane::compute).busy_ns = 4 * 450'000'000;
+  record.timed = {};
+  record.timed.add(record.steady_begin, record.end, 4, 4 * 0.5);
   EXPECT_DOUBLE_EQ(record.efficiency(), 0.9);
   EXPECT_EQ(record.bounding_lane(), "compute");
 }
