@@ -120,7 +120,37 @@ BALLAST_API ballast_status ballast_engine_expect_order(ballast_engine* engine, c
                                                        size_t count, int micro_batches);
 BALLAST_API ballast_status ballast_engine_commit(ballast_engine* engine);
 
+/* What to do where nvme.paths hold a committed run. */
+typedef enum ballast_existing_run {
+  BALLAST_EXISTING_REFUSE = 0, /* BALLAST_ERROR_CONFIG */
+  BALLAST_EXISTING_RESUME = 1, /* go on from its newest committed step; where there is none, begin */
+  BALLAST_EXISTING_OVERWRITE = 2
+} ballast_existing_run;
+
+typedef struct ballast_commit_options {
+  size_t struct_size;
+  ballast_existing_run existing;
+  const char* checkpoints; /* resuming: a checkpoint or a folder of such, seen by all ranks; null: none */
+} ballast_commit_options;
+
+/* As ballast_engine_commit. Options may be null. */
+BALLAST_API ballast_status ballast_engine_commit_with(ballast_engine* engine, const ballast_commit_options* options);
+
 /* ---- Engine, after commit ---- */
+
+/* The committed step or checkpoint that a run goes on from; user_bytes and path are valid while the engine is. */
+typedef struct ballast_resumed_step {
+  size_t struct_size;
+  uint64_t step; /* optimizer steps taken */
+  const void* user_bytes;
+  size_t user_byte_count;
+  const char* path;
+} ballast_resumed_step;
+/* *resumed: 0 where the run begins, and `from` is left alone; 1 where it goes on, and is not to be initialised. */
+BALLAST_API ballast_status ballast_engine_resumed(const ballast_engine* engine, int* resumed,
+                                                  ballast_resumed_step* from);
+/* *committed: 0 without durable steps, and `step` is left alone; 1: `step` is the newest durable one. */
+BALLAST_API ballast_status ballast_engine_committed_step(const ballast_engine* engine, int* committed, uint64_t* step);
 
 /* Writes all of `values`. Another result than 0 ends the initialisation with BALLAST_ERROR_OTHER. */
 typedef int (*ballast_fill)(void* context, ballast_parameter_id parameter, int64_t first_element, float* values,
@@ -187,6 +217,8 @@ typedef int (*ballast_add_others)(void* context, double* norm_squared, int* fini
 BALLAST_API ballast_status ballast_step_finish_backward_with(ballast_step* step, ballast_add_others add_others,
                                                              void* context, ballast_gradient_norm* norm);
 BALLAST_API ballast_status ballast_step_update(ballast_step* step);
+/* With durable steps the bytes are committed with the step and come back with it. */
+BALLAST_API ballast_status ballast_step_update_with(ballast_step* step, const void* user_bytes, size_t count);
 BALLAST_API ballast_status ballast_step_discard(ballast_step* step);
 BALLAST_API void ballast_step_close(ballast_step* step); /* discards where it is not updated */
 
@@ -223,6 +255,8 @@ BALLAST_API ballast_status ballast_engine_step_count(ballast_engine* engine, bal
 BALLAST_API ballast_status ballast_engine_read_moments(ballast_engine* engine, ballast_parameter_id id,
                                                        int64_t first_element, float* exp_avg, float* exp_avg_sq,
                                                        size_t count);
+/* Between steps, on every rank. keep: of the step-N folders beside it that many stay, the newest (0: all). */
+BALLAST_API ballast_status ballast_engine_save_checkpoint(ballast_engine* engine, const char* path, size_t keep);
 BALLAST_API ballast_status ballast_engine_layout_generation(const ballast_engine* engine, uint64_t* generation);
 BALLAST_API ballast_status ballast_engine_write_trace(const ballast_engine* engine, const char* path);
 /* The effective configuration as JSON, valid until the next call of this function. */

@@ -9,6 +9,7 @@
 #include <exception>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -182,6 +183,27 @@ StepOptions step_options(const ballast_step_options* options) {
   return out;
 }
 
+CommitOptions commit_options(const ballast_commit_options* options) {
+  CommitOptions out;
+  if (options == nullptr) return out;
+  const auto in = taken(options, "commit options");
+  switch (in.existing) {
+    case BALLAST_EXISTING_REFUSE:
+      break;
+    case BALLAST_EXISTING_RESUME:
+      out.existing = ExistingRun::resume;
+      break;
+    case BALLAST_EXISTING_OVERWRITE:
+      out.existing = ExistingRun::overwrite;
+      break;
+    default:
+      throw UsageError("C interface: existing " + std::to_string(static_cast<int>(in.existing)) +
+                       " is none of ballast_existing_run");
+  }
+  if (in.checkpoints != nullptr) out.checkpoints = in.checkpoints;
+  return out;
+}
+
 void hand_out(const Tensor& tensor, ballast_tensor* to) {
   check_size(given(to, "tensor").struct_size, "tensor");
   hand_out(ballast_tensor{.struct_size = 0,
@@ -309,8 +331,31 @@ ballast_status ballast_engine_expect_order(ballast_engine* engine, const ballast
     given(engine, "engine").value.expect_order(std::move(order), micro_batches == 0 ? 1 : micro_batches);
   });
 }
-ballast_status ballast_engine_commit(ballast_engine* engine) {
-  return guarded([&] { given(engine, "engine").value.commit(); });
+ballast_status ballast_engine_commit(ballast_engine* engine) { return ballast_engine_commit_with(engine, nullptr); }
+ballast_status ballast_engine_commit_with(ballast_engine* engine, const ballast_commit_options* options) {
+  return guarded([&] { given(engine, "engine").value.commit(commit_options(options)); });
+}
+ballast_status ballast_engine_resumed(const ballast_engine* engine, int* resumed, ballast_resumed_step* from) {
+  return guarded([&] {
+    check_size(given(from, "from").struct_size, "resumed step");
+    const auto& step = given(engine, "engine").value.resumed();
+    given(resumed, "resumed") = step ? 1 : 0;
+    if (!step) return;
+    hand_out(ballast_resumed_step{.struct_size = 0,
+                                  .step = step->step,
+                                  .user_bytes = step->user_bytes.data(),
+                                  .user_byte_count = step->user_bytes.size(),
+                                  .path = step->path.c_str()},
+             from);
+  });
+}
+ballast_status ballast_engine_committed_step(const ballast_engine* engine, int* committed, uint64_t* step) {
+  return guarded([&] {
+    given(step, "step");
+    const std::optional<std::uint64_t> newest = given(engine, "engine").value.committed_step();
+    given(committed, "committed") = newest ? 1 : 0;
+    if (newest) *step = *newest;
+  });
 }
 
 ballast_status ballast_engine_initialize(ballast_engine* engine, ballast_fill fill, void* context) {
@@ -365,8 +410,13 @@ ballast_status ballast_step_finish_backward_with(ballast_step* step, ballast_add
     finish_backward(step, add, norm);
   });
 }
-ballast_status ballast_step_update(ballast_step* step) {
-  return guarded([&] { given(step, "step").value.update(); });
+ballast_status ballast_step_update(ballast_step* step) { return ballast_step_update_with(step, nullptr, 0); }
+ballast_status ballast_step_update_with(ballast_step* step, const void* user_bytes, size_t count) {
+  return guarded([&] {
+    const auto* bytes = static_cast<const std::byte*>(user_bytes);
+    if (count != 0) given(bytes, "user_bytes");
+    given(step, "step").value.update({bytes, count});
+  });
 }
 ballast_status ballast_step_discard(ballast_step* step) {
   return guarded([&] { given(step, "step").value.discard(); });
@@ -463,6 +513,9 @@ ballast_status ballast_engine_read_moments(ballast_engine* engine, ballast_param
     given(engine, "engine")
         .value.read_moments(id_of(id), first_element, values_of(exp_avg, count), values_of(exp_avg_sq, count));
   });
+}
+ballast_status ballast_engine_save_checkpoint(ballast_engine* engine, const char* path, size_t keep) {
+  return guarded([&] { given(engine, "engine").value.save_checkpoint(&given(path, "path"), keep); });
 }
 ballast_status ballast_engine_layout_generation(const ballast_engine* engine, uint64_t* generation) {
   return guarded([&] { given(generation, "generation") = given(engine, "engine").value.layout_generation(); });

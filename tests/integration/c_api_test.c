@@ -138,7 +138,8 @@ static void one_step(ballast_engine* engine, ballast_unit_id unit, ballast_param
     OK(ballast_step_finish_backward(step, &norm));
   }
   EXPECT(norm.finite == 1 && norm.value >= 0 && norm.non_finite_parameter[0] == '\0');
-  OK(ballast_step_update(step));
+  EXPECT(ballast_step_update_with(step, NULL, 5) == BALLAST_ERROR_USAGE);
+  OK(ballast_step_update_with(step, "abcd", 5));
   EXPECT(ballast_step_update(step) == BALLAST_ERROR_USAGE);
   ballast_step_close(step);
 }
@@ -178,6 +179,72 @@ static void trains_from_nvme(const char* folder) {
   EXPECT(report.lanes[0].bytes > 0 && report.lanes[1].bytes > 0 && report.nvme_stored_bytes > 0);
   EXPECT(strcmp(report.device, "host") == 0 && report.host_memory_count > 0);
   ballast_engine_close(engine);
+}
+
+/* A run of its own each time: commits `steps` steps over what is there, tells where it went on and what it learnt. */
+static float durable_run(const char* folder, const ballast_commit_options* options, int steps, uint64_t from,
+                         const char* checkpoint) {
+  ballast_config* config = nvme_config(folder);
+  OK(ballast_config_set(config, "durability", "step"));
+  ballast_engine* engine = NULL;
+  ballast_parameter_id weight, bias;
+  struct maths m = {0};
+  float learnt = 0;
+  int resumed = -1, committed = -1, fills = 0;
+  uint64_t step = 99;
+  ballast_resumed_step at = {.struct_size = sizeof at};
+  OK(ballast_engine_create(config, NULL, &engine));
+  ballast_config_close(config);
+  if (engine == NULL) exit(1);
+  const ballast_unit_id unit = add_line(engine);
+  OK(ballast_engine_parameter(engine, unit, "weight", &weight));
+  OK(ballast_engine_parameter(engine, unit, "bias", &bias));
+  OK(ballast_engine_commit_with(engine, options));
+  OK(ballast_engine_resumed(engine, &resumed, &at));
+  EXPECT(resumed == (from > 0));
+  if (resumed == 0) {
+    OK(ballast_engine_initialize(engine, zero, &fills));
+  } else {
+    EXPECT(at.step == from && at.path != NULL);
+    EXPECT(at.user_byte_count == 5 && memcmp(at.user_bytes, "abcd", 5) == 0);
+  }
+  for (int i = 0; i < steps; ++i) one_step(engine, unit, weight, bias, &m, 0);
+  OK(ballast_engine_settle(engine));
+  OK(ballast_engine_committed_step(engine, &committed, &step));
+  EXPECT(committed == 1 && step == from + (uint64_t)steps);
+  OK(ballast_engine_read(engine, weight, 3, &learnt, 1));
+  if (checkpoint != NULL) OK(ballast_engine_save_checkpoint(engine, checkpoint, 0));
+  ballast_engine_close(engine);
+  return learnt;
+}
+
+static void resumes_where_it_was_committed(const char* folder) {
+  char here[64], saved[64], command[256];
+  snprintf(here, sizeof here, "%s/run", folder);
+  snprintf(saved, sizeof saved, "%s/saved", folder);
+  const ballast_commit_options overwrite = {sizeof overwrite, BALLAST_EXISTING_OVERWRITE, NULL};
+  const ballast_commit_options resume = {sizeof resume, BALLAST_EXISTING_RESUME, NULL};
+  const ballast_commit_options load = {sizeof load, BALLAST_EXISTING_RESUME, saved};
+  const float whole = durable_run(here, NULL, 6, 0, NULL);
+  (void)durable_run(here, &overwrite, 4, 0, saved);
+  EXPECT(durable_run(here, &resume, 2, 4, NULL) == whole);
+  /* A run that is there is not taken, nor what is no choice. */
+  ballast_config* config = nvme_config(here);
+  OK(ballast_config_set(config, "durability", "step"));
+  ballast_engine* engine = NULL;
+  OK(ballast_engine_create(config, NULL, &engine));
+  ballast_config_close(config);
+  if (engine == NULL) exit(1);
+  (void)add_line(engine);
+  const ballast_commit_options neither = {sizeof neither, (ballast_existing_run)3, NULL};
+  EXPECT(ballast_engine_commit_with(engine, &neither) == BALLAST_ERROR_USAGE);
+  EXPECT(ballast_engine_commit(engine) == BALLAST_ERROR_CONFIG);
+  ballast_engine_close(engine);
+  snprintf(command, sizeof command, "rm -r %s", here);
+  EXPECT(system(command) == 0);
+  EXPECT(durable_run(here, &load, 2, 4, NULL) == whole);
+  snprintf(command, sizeof command, "rm -r %s %s", here, saved);
+  EXPECT(system(command) == 0);
 }
 
 static void refuses_with_the_same_texts(const char* folder) {
@@ -241,6 +308,7 @@ int main(void) {
     return 1;
   }
   trains_from_nvme(folder);
+  resumes_where_it_was_committed(folder);
   refuses_with_the_same_texts(folder);
   EXPECT(rmdir(folder) == 0); /* the engine leaves nothing behind */
   return failures == 0 ? 0 : 1;
