@@ -135,8 +135,6 @@ void Config::validate() const {
   require(budget.device_bytes > 0, "budget.device must be above 0");
   require(budget.host_bytes > 0, "budget.host must be above 0");
   validate_nvme(nvme);
-  require(placement.automatic || placement.gradients != Tier::nvme,
-          "placement.gradients: this build does not keep gradients on \"nvme\"; use \"host\"");
   require(precision.gradients != DataType::fp16, "precision.gradients must be \"fp32\" or \"bf16\", not \"fp16\"");
   validate_optimizer(optimizer);
   if (loss_scale.kind != LossScale::Kind::none)

@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "engine_implementation.h"
+#include "extent_buffer.h"
 
 namespace ballast {
 
@@ -39,9 +41,7 @@ GradientNorm EngineImplementation::finish_backward(const AddOthers& add_others) 
     if (several_ranks()) agree_on_presence(static_cast<bool>(add_others));
     norm = global_norm(add_others);
     if (!norm.finite) {
-      lock.lock();
       norm.non_finite_parameter = first_non_finite();
-      lock.unlock();
       if (several_ranks()) agree_on_name(norm.non_finite_parameter);
     }
   } catch (...) {
@@ -190,6 +190,11 @@ std::string EngineImplementation::first_non_finite() const {
       const std::uint64_t end = begin + kernels::kSumBlock;
       const std::byte* store = executor_->gradient_store(c);
       std::vector<std::byte> fetched;
+      std::optional<engine::ExtentBuffer> read;
+      if (const std::uint64_t bytes = plan_.placement[c].gradient_extent_bytes; bytes > 0) {
+        executor_->load_gradient(c, read.emplace(bytes).data());
+        store = read->data();
+      }
       if (store != nullptr && !device_->host_addressable() && plan_.placement[c].gradients == Tier::device) {
         fetched.resize(chunk.elements * element_bytes(config_.precision.gradients));
         executor_->copy_from_device(fetched.data(), store, fetched.size());

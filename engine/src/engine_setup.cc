@@ -180,7 +180,8 @@ void EngineImplementation::commit(const CommitOptions& options) {
   }
   const auto& placement = config_.placement;
   const bool may_use_nvme = config_.durability.every_steps > 0 || placement.automatic ||
-                            placement.parameters == Tier::nvme || placement.optimizer == Tier::nvme;
+                            placement.parameters == Tier::nvme || placement.optimizer == Tier::nvme ||
+                            placement.gradients == Tier::nvme;
   if (may_use_nvme) {
     // A budget that cannot work is refused before any directory is touched.
     engine::make_plan(specs_, config_, inputs);
@@ -199,6 +200,11 @@ void EngineImplementation::commit(const CommitOptions& options) {
     }
   }
   plan_ = engine::make_plan(specs_, config_, inputs);
+  if (placement.automatic && plan_.nvme_gradients && environment_.log) {
+    const auto bytes = std::to_string(element_bytes(config_.precision.gradients));
+    environment_.log(LogLevel::info, "gradients are kept on NVMe, as budget.host is too small for them: " + bytes +
+                                         " bytes more written and read for each of them, every micro-batch");
+  }
   check_machine_memory();
   divide_machine();
   shard_communicator_ = plan_.partition.world_size == plan_.world_size
@@ -440,6 +446,7 @@ Report EngineImplementation::report() {
   add(r.host_memory, "gradients", plan_.host_gradient_bytes);
   add(r.host_memory, "resident parameters", plan_.host_parameter_bytes);
   add(r.host_memory, "resident optimizer states", plan_.host_optimizer_bytes);
+  add(r.host_memory, "staging for committed steps", plan_.staging_bytes);
   add(r.host_memory, "fetch slots", plan_.fetch_slots * plan_.fetch_slot_bytes);
   add(r.host_memory, "update slots", plan_.update_slots * plan_.update_slot_bytes);
   add(r.host_memory, "gradient slots", plan_.gradient_slots * plan_.gradient_slot_bytes);

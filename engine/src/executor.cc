@@ -153,6 +153,10 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
     options.storage.wake = &wake_;
     options.run_identity = run_identity_;
     for (const ChunkPlacement& place : plan.placement) options.chunk_bytes.push_back(place.stored_bytes);
+    options.lasting_chunks = options.chunk_bytes.size();
+    for (std::size_t c = 0; plan.nvme_gradients && c < plan.placement.size(); ++c) {
+      options.chunk_bytes.push_back(plan.placement[c].gradient_extent_bytes);
+    }
     options.slots_per_chunk = plan.durable ? 2 : 1;
     options.keep_on_close = plan.durable;
     options.must_exist = stored != nullptr;
@@ -174,6 +178,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
 
   parameter_checksums_.resize(plan.layout.chunks.size());
   optimizer_checksums_.resize(plan.layout.chunks.size());
+  gradient_checksums_.resize(plan.layout.chunks.size());
   current_slot_.assign(plan.layout.chunks.size(), 0);
   committed_slot_.assign(plan.layout.chunks.size(), 1);  // so that initial values go to slot 0
   for (std::size_t c = 0; stored != nullptr && c < plan.layout.chunks.size(); ++c) {
@@ -354,6 +359,7 @@ bool Executor::start_ready() {
 Lane Executor::lane_of(Task task) {
   switch (task) {
     case Task::read:
+    case Task::read_gradient:
       return Lane::nvme_read;
     case Task::write:
       return Lane::nvme_write;
@@ -390,9 +396,12 @@ std::uint64_t Executor::bytes_of(const Action& action) const {
   const std::uint64_t gradient = chunk.elements * gradient_bytes_;
   switch (action.task) {
     case Task::read:
-      return action.job_kind == JobKind::fetch ? chunk.parameter_bytes : plan_.placement[action.chunk].extent_bytes;
     case Task::write:
-      return plan_.placement[action.chunk].extent_bytes;
+      return action.job_kind == JobKind::gradient ? gradient
+             : action.job_kind == JobKind::fetch  ? chunk.parameter_bytes
+                                                  : plan_.placement[action.chunk].extent_bytes;
+    case Task::read_gradient:
+      return gradient;
     case Task::copy_in:
       return chunk.parameter_bytes;
     case Task::copy_out:
@@ -443,6 +452,7 @@ void Executor::start(const Action& action) {
   begin_span(lane_of(action.task));
   switch (action.task) {
     case Task::read:
+    case Task::read_gradient:
     case Task::write:
       start_transfer(work);
       break;
@@ -468,8 +478,8 @@ void Executor::start(const Action& action) {
 
 void Executor::finish(Work& work) {
   const Action& action = work.action;
-  static constexpr const char* kNames[schedule::kTaskCount] = {"read",   "write",      "copy in", "copy out",
-                                                               "update", "accumulate", "gather",  "reduce"};
+  static constexpr const char* kNames[schedule::kTaskCount] = {
+      "read", "write", "copy in", "copy out", "update", "accumulate", "gather", "reduce", "read gradient"};
   const Lane lane = lane_of(action.task);
   const std::uint64_t bytes = bytes_of(action);
   end_span(lane, bytes);
@@ -488,7 +498,7 @@ void Executor::finish(Work& work) {
     writes_owed_ += plan_.placement[action.chunk].extent_bytes > 0;
     if (keeps_elsewhere(action.chunk)) resident_chunks_.updated(action.chunk);
   }
-  if (plan_.durable && action.task == Task::write) {
+  if (plan_.durable && action.task == Task::write && !moves_gradient(action)) {
     --writes_owed_;
     current_slot_[action.chunk] = static_cast<std::uint8_t>(write_slot(action.chunk));
   }

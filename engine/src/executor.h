@@ -131,7 +131,10 @@ class Executor {
   // A unit's whole parameters where they live on the device for good; null otherwise.
   std::byte* unit_parameters(std::uint32_t unit) const;
   std::byte* optimizer_base(std::uint32_t chunk) const;
-  std::byte* gradient_store(std::uint32_t chunk) const;  // null where gradients are not stored
+  std::byte* gradient_store(std::uint32_t chunk) const;  // null where gradients are not stored, or are on NVMe
+  // The chunk's sum of gradients that is on NVMe. Blocks; takes the mutex; `gradient` accepts direct transfers. Only
+  // while no gradient is under way.
+  void load_gradient(std::uint32_t chunk, std::byte* gradient);
 
   // A chunk's states as one contiguous extent [parameter, master, exp_avg, exp_avg_sq], wherever they are. Blocks. Only
   // while no job of the chunk is alive; takes the mutex.
@@ -228,6 +231,15 @@ class Executor {
   bool keeps_elsewhere(std::uint32_t chunk) const {
     return plan_.placement[chunk].extent_bytes < plan_.placement[chunk].stored_bytes;
   }
+  // A transfer of a gradient, not of states.
+  static bool moves_gradient(const schedule::Action& action) {
+    return action.task == schedule::Task::read_gradient || action.job_kind == schedule::JobKind::gradient;
+  }
+  // Where a gradient job's contribution is copied to: over the sum where it is the first.
+  std::byte* incoming_gradient(const schedule::Action& action) const;
+  std::uint32_t gradient_extent(std::uint32_t chunk) const { return chunks() + chunk; }
+  std::uint32_t chunks() const { return static_cast<std::uint32_t>(plan_.layout.chunks.size()); }
+  void verify_gradient(std::uint32_t chunk, const std::byte* sum, offload::CpuPool& pool) const;
   void verify_chunk(std::uint32_t chunk, std::uint32_t slot, const std::byte* extent, bool parameters, bool optimizer);
   CorruptionError corruption(std::uint32_t chunk, std::uint32_t slot, const char* what) const;
   std::exception_ptr transfer_failure(const io::Transfer& transfer) const;
@@ -278,6 +290,7 @@ class Executor {
   std::byte *fetch_slots_ = nullptr, *update_slots_ = nullptr, *gradient_slots_ = nullptr;
 
   std::vector<std::uint64_t> parameter_checksums_, optimizer_checksums_;  // of what is on NVMe
+  std::vector<std::uint64_t> gradient_checksums_;
   // Durable steps: where each chunk's newest written states are, and those of the last committed step.
   std::vector<std::uint8_t> current_slot_, committed_slot_;
   ResidentChunks resident_chunks_;

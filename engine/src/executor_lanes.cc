@@ -57,9 +57,15 @@ std::byte* Executor::gradient_store(std::uint32_t chunk) const {
   const ChunkLayout& layout = plan_.layout.chunks[chunk];
   const ChunkPlacement& place = plan_.placement[chunk];
   if (!layout.trainable || !plan_.stored_gradients[layout.unit]) return nullptr;
+  if (place.gradients == Tier::nvme) return nullptr;
   return place.gradients == Tier::device
              ? device_slab_ + plan_.device_parameter_bytes + plan_.device_optimizer_bytes + place.gradient_offset
              : host_gradients_ + place.gradient_offset;
+}
+
+std::byte* Executor::incoming_gradient(const Action& action) const {
+  std::byte* const slot = slot_address(SlotKind::gradient, action.slot);
+  return action.first ? slot : slot + plan_.placement[action.chunk].gradient_extent_bytes;
 }
 
 std::byte* Executor::slot_address(SlotKind kind, std::uint32_t slot) const {
@@ -98,8 +104,10 @@ offload::ChunkArrays Executor::arrays(const Action& action) const {
   a.master = chunk.master_bytes > 0 ? optimizer : nullptr;
   a.exp_avg = optimizer + chunk.master_bytes;
   a.exp_avg_sq = optimizer + chunk.master_bytes + chunk.moment_bytes;
-  a.gradient = action.gradient_slot != kNone ? slot_address(SlotKind::gradient, action.gradient_slot)
-                                             : gradient_store(action.chunk);
+  const ChunkPlacement& place = plan_.placement[action.chunk];
+  a.gradient = place.gradient_extent_bytes > 0 ? slot_address(SlotKind::update, action.slot) + place.extent_bytes
+               : action.gradient_slot != kNone ? slot_address(SlotKind::gradient, action.gradient_slot)
+                                               : gradient_store(action.chunk);
   return a;
 }
 
@@ -112,6 +120,20 @@ void Executor::start_transfer(Work& work) {
   transfer.direction = read ? io::Direction::read : io::Direction::write;
   transfer.priority =
       action.urgent || (read && action.job_kind == JobKind::fetch) ? io::Priority::high : io::Priority::low;
+  if (moves_gradient(action)) {
+    const bool of_update = action.task == Task::read_gradient;
+    transfer.direction = action.task == Task::write ? io::Direction::write : io::Direction::read;
+    transfer.priority = action.urgent || !of_update ? io::Priority::high : io::Priority::low;
+    transfer.chunk = gradient_extent(action.chunk);
+    transfer.slot = 0;
+    transfer.begin_bytes = 0;
+    transfer.data = slot_address(of_update ? SlotKind::update : SlotKind::gradient, action.slot) +
+                    (of_update ? plan_.placement[action.chunk].extent_bytes : 0);
+    transfer.bytes = bytes_of(action);
+    transfer.tag = reinterpret_cast<std::uintptr_t>(&work);
+    submitting_.push_back(&transfer);
+    return;
+  }
   transfer.chunk = action.chunk;
   transfer.slot = read ? current_slot_[action.chunk] : write_slot(action.chunk);
   transfer.begin_bytes = plan_.placement[action.chunk].extent_begin_bytes;
@@ -134,8 +156,7 @@ void Executor::start_copy(Work& work) {
     copy_in_->copy(window_ + action.device_offset + chunk.device_offset, parameter_address(action),
                    chunk.parameter_bytes);
   } else {
-    std::byte* destination =
-        action.slot != kNone ? slot_address(SlotKind::gradient, action.slot) : gradient_store(action.chunk);
+    std::byte* destination = action.slot != kNone ? incoming_gradient(action) : gradient_store(action.chunk);
     copy_out_->copy(destination, window_ + action.device_offset + chunk.begin * gradient_bytes_,
                     chunk.elements * gradient_bytes_);
   }
@@ -190,6 +211,7 @@ void Executor::enqueue_collective(const Action& action, const UnitLayout& unit, 
 }
 
 std::string Executor::chunk_name(std::uint32_t chunk) const {
+  if (chunk >= chunks()) return "gradients of " + chunk_name(chunk - chunks());
   const ChunkLayout& layout = plan_.layout.chunks[chunk];
   const UnitLayout& unit = plan_.layout.units[layout.unit];
   return "chunk " + std::to_string(chunk - unit.first_chunk) + " of unit " + unit.name;
@@ -248,6 +270,7 @@ void Executor::do_update(const Work& work) {
        offload::checksum(*pool_, optimizer, chunk.optimizer_bytes()) != optimizer_checksums_[action.chunk])) {
     throw corruption(action.chunk, current_slot_[action.chunk], "states");
   }
+  if (place.gradient_extent_bytes > 0) verify_gradient(action.chunk, a.gradient, *pool_);
   const UnitUpdate& update = updates_[action.unit];
   segments_.clear();
   for (std::uint32_t s = chunk.first_segment; s < chunk.first_segment + chunk.segment_count; ++s) {
@@ -267,7 +290,15 @@ void Executor::do_accumulate(const Work& work) {
   const ChunkLayout& chunk = plan_.layout.chunks[action.chunk];
   std::byte* const store = gradient_store(action.chunk);
   const std::byte* total = store;
-  if (plan_.placement[action.chunk].gradients == Tier::device) {
+  if (plan_.placement[action.chunk].gradient_extent_bytes > 0) {
+    std::byte* const sum = slot_address(SlotKind::gradient, action.slot);
+    if (!action.first) {
+      verify_gradient(action.chunk, sum, *pool_);
+      offload::accumulate_chunk(*pool_, gradient_type_, sum, incoming_gradient(action), chunk.elements, false);
+    }
+    gradient_checksums_[action.chunk] = offload::checksum(*pool_, sum, chunk.elements * gradient_bytes_);
+    total = sum;
+  } else if (plan_.placement[action.chunk].gradients == Tier::device) {
     const std::byte* scratch = window_ + action.device_offset + chunk.begin * gradient_bytes_;
     add_to_store(action, scratch);
   } else if (store == nullptr) {
@@ -286,6 +317,13 @@ void Executor::do_accumulate(const Work& work) {
       "a gradient in " + chunk_name(action.chunk) +
       " is not finite; with optimizer.timing eager other units have been updated already, so this step is half "
       "applied and only a committed state can go on; to skip such steps use just_in_time or after_backward");
+}
+
+void Executor::verify_gradient(std::uint32_t chunk, const std::byte* sum, offload::CpuPool& pool) const {
+  const std::uint64_t bytes = plan_.placement[chunk].gradient_extent_bytes;
+  if (offload::checksum(pool, sum, bytes) != gradient_checksums_[chunk]) {
+    throw corruption(gradient_extent(chunk), 0, "bytes");
+  }
 }
 
 std::span<const double> Executor::block_sums(std::uint32_t chunk) const {
@@ -327,6 +365,12 @@ void Executor::transfer_now(io::Direction direction, std::uint32_t chunk, std::u
   free_works_.push_back(&work);
   wake();
   check(lock);
+}
+
+void Executor::load_gradient(std::uint32_t chunk, std::byte* gradient) {
+  transfer_now(io::Direction::read, gradient_extent(chunk), 0, 0, gradient,
+               plan_.placement[chunk].gradient_extent_bytes);
+  verify_gradient(chunk, gradient, *pool_serial_);
 }
 
 void Executor::load_chunk(std::uint32_t chunk, std::byte* extent) {

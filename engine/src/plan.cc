@@ -70,7 +70,8 @@ class Planner {
                              ", gradients " + std::string(to_string(p.gradients)) + ", optimizer " +
                              std::string(to_string(p.optimizer));
       plan_device();
-      choose_chunk_size([&] { set_tiers(p.parameters, p.gradients, p.optimizer); });
+      const std::uint64_t smallest = find_chunk_size([&] { set_tiers(p.parameters, p.gradients, p.optimizer); });
+      if (smallest > 0) refuse_host_budget(smallest);
     }
     share_out_host();
     finish();
@@ -115,6 +116,12 @@ class Planner {
     }
   }
 
+  std::uint64_t gradient_extent_bytes(std::size_t c) const {
+    const ChunkLayout& chunk = plan_.layout.chunks[c];
+    const bool there = plan_.placement[c].gradients == Tier::nvme && chunk.trainable && stored(chunk);
+    return there ? chunk.elements * gradient_bytes_ : 0;
+  }
+
   std::uint64_t extent_bytes(std::size_t c) const {
     const ChunkLayout& chunk = plan_.layout.chunks[c];
     return (plan_.placement[c].parameters == Tier::nvme ? chunk.parameter_bytes : 0) +
@@ -142,9 +149,10 @@ class Planner {
         const ChunkPlacement& place = plan_.placement[c];
         const std::uint64_t gradient = chunk.trainable ? chunk.elements * gradient_bytes_ : 0;
         trainable += chunk.trainable;
-        if (place.gradients == Tier::host) {
-          if (stored(chunk)) n.fixed_bytes += gradient;
-          n.gradient_slot_bytes = std::max(n.gradient_slot_bytes, gradient);
+        const std::uint64_t nvme_gradient = gradient_extent_bytes(c);
+        if (place.gradients == Tier::host && stored(chunk)) n.fixed_bytes += gradient;
+        if (place.gradients != Tier::device) {
+          n.gradient_slot_bytes = std::max(n.gradient_slot_bytes, gradient + nvme_gradient);
         }
         if (place.parameters == Tier::host) n.fixed_bytes += chunk.parameter_bytes;
         if (place.optimizer == Tier::host) n.fixed_bytes += chunk.optimizer_bytes();
@@ -152,24 +160,25 @@ class Planner {
           ++n.fetch_chunks;
           n.fetch_slot_bytes = std::max(n.fetch_slot_bytes, chunk.parameter_bytes);
         }
-        if (extent_bytes(c) > 0) {
+        if (extent_bytes(c) + nvme_gradient > 0) {
           // Frozen chunks pass through an update slot only while they are initialised.
           ++n.update_chunks;
-          n.update_slot_bytes = std::max(n.update_slot_bytes, extent_bytes(c));
+          n.update_slot_bytes = std::max(n.update_slot_bytes, extent_bytes(c) + nvme_gradient);
         }
       }
       n.largest_unit_chunks = std::max(n.largest_unit_chunks, trainable);
     }
     n.fetch_slot_bytes = round_up(n.fetch_slot_bytes, std::max(kPage, inputs_.alignment_bytes));
     n.update_slot_bytes = round_up(n.update_slot_bytes, std::max(kPage, inputs_.alignment_bytes));
-    n.gradient_slot_bytes = round_up(n.gradient_slot_bytes, kPage);
+    n.gradient_slot_bytes = round_up(n.gradient_slot_bytes, std::max(kPage, inputs_.alignment_bytes));
     n.fixed_bytes = round_up(n.fixed_bytes, kPage) + staging_bytes();
     return n;
   }
 
-  // The largest chunk size that leaves a comfortable number of slots; else the largest that fits at all.
+  // The largest chunk size that leaves a comfortable number of slots; else the largest that fits at all. Where none
+  // does, returns the least that budget.host would have to be; otherwise 0.
   template <class SetTiers>
-  void choose_chunk_size(const SetTiers& apply_tiers) {
+  std::uint64_t find_chunk_size(const SetTiers& apply_tiers) {
     std::uint64_t fits = 0;
     std::uint64_t smallest = UINT64_MAX;
     for (std::uint64_t elements : kChunkElements) {
@@ -185,15 +194,18 @@ class Planner {
       const std::uint64_t comfortable = n.fixed_bytes + n.gradient_slot_bytes * 2 +
                                         n.update_slot_bytes * std::min(n.update_chunks, kComfortableUpdateSlots) +
                                         n.fetch_slot_bytes * std::min(n.fetch_chunks, kComfortableFetchSlots);
-      if (comfortable <= config_.budget.host_bytes) return;
+      if (comfortable <= config_.budget.host_bytes) return 0;
       fits = elements;
     }
-    if (fits == 0) {
-      throw PlanError("budget.host is " + format_size(config_.budget.host_bytes) + ", but " + describe_needs() +
-                      " need more; smallest budget.host: " + kib(smallest));
-    }
+    if (fits == 0) return smallest;
     set_layout(fits);
     apply_tiers();
+    return 0;
+  }
+
+  [[noreturn]] void refuse_host_budget(std::uint64_t smallest) const {
+    throw PlanError("budget.host is " + format_size(config_.budget.host_bytes) + ", but " + describe_needs() +
+                    " need more; smallest budget.host: " + kib(smallest));
   }
 
   std::string describe_needs() const {
@@ -269,7 +281,12 @@ class Planner {
     set_tiers(Tier::host, Tier::host, Tier::host);
     plan_device();
     if (needs().minimum() <= config_.budget.host_bytes) return;
-    choose_chunk_size([&] { set_tiers(Tier::nvme, Tier::host, Tier::nvme); });
+    // Gradients leave host memory last: on NVMe they cost their bytes each way once more.
+    const std::uint64_t with_gradients = find_chunk_size([&] { set_tiers(Tier::nvme, Tier::host, Tier::nvme); });
+    if (with_gradients > 0) {
+      const std::uint64_t without = find_chunk_size([&] { set_tiers(Tier::nvme, Tier::nvme, Tier::nvme); });
+      if (without > 0) refuse_host_budget(std::min(with_gradients, without));
+    }
     // What a comfortable number of slots leaves holds a fixed part of the states: parameters first (6 bytes of traffic
     // saved per 2 held), then optimizer states (2 per 1), spread evenly over the chunks.
     const Needs n = needs();
@@ -317,10 +334,7 @@ class Planner {
 
   void share_out_host() {
     const Needs n = needs();
-    if (n.minimum() > config_.budget.host_bytes) {
-      throw PlanError("budget.host is " + format_size(config_.budget.host_bytes) + ", but " + describe_needs() +
-                      " need more; smallest budget.host: " + kib(n.minimum()));
-    }
+    if (n.minimum() > config_.budget.host_bytes) refuse_host_budget(n.minimum());
     plan_.fetch_slot_bytes = n.fetch_slot_bytes;
     plan_.update_slot_bytes = n.update_slot_bytes;
     plan_.gradient_slot_bytes = n.gradient_slot_bytes;
@@ -366,7 +380,9 @@ class Planner {
         place.stored_bytes = chunk.parameter_bytes + chunk.optimizer_bytes();
         place.extent_begin_bytes = place.parameters == Tier::nvme ? 0 : chunk.parameter_bytes;
       }
-      p.uses_nvme |= place.stored_bytes > 0;
+      place.gradient_extent_bytes = gradient_extent_bytes(c);
+      p.nvme_gradients |= place.gradient_extent_bytes > 0;
+      p.uses_nvme |= place.stored_bytes + place.gradient_extent_bytes > 0;
       const auto put = [](std::uint64_t& region, std::uint64_t bytes) {
         const std::uint64_t at = region;
         region += bytes;
@@ -381,7 +397,7 @@ class Planner {
         place.optimizer_offset = put(place.optimizer == Tier::host ? p.host_optimizer_bytes : p.device_optimizer_bytes,
                                      chunk.optimizer_bytes());
       }
-      if (chunk.trainable && stored(chunk)) {
+      if (chunk.trainable && stored(chunk) && place.gradients != Tier::nvme) {
         place.gradient_offset = put(place.gradients == Tier::host ? p.host_gradient_bytes : p.device_gradient_bytes,
                                     chunk.elements * gradient_bytes_);
       }

@@ -29,8 +29,9 @@ struct ChunkPlacement {
   // Offsets in the region of the tier (host slab, device slab), where the state is not on NVMe.
   std::uint64_t parameter_offset = 0;
   std::uint64_t optimizer_offset = 0;
-  std::uint64_t gradient_offset = 0;  // where the unit's gradients are stored
-  std::uint64_t extent_bytes = 0;     // on NVMe: the parameter (where it is there), then the optimizer's states
+  std::uint64_t gradient_offset = 0;        // where the unit's gradients are stored
+  std::uint64_t extent_bytes = 0;           // on NVMe: the parameter (where it is there), then the optimizer's states
+  std::uint64_t gradient_extent_bytes = 0;  // on NVMe, apart from those: the sum of the step's gradients
   // Of the file: as much, or with durable steps all states, those that live elsewhere included. Where the extent above
   // begins in it.
   std::uint64_t stored_bytes = 0;
@@ -51,10 +52,13 @@ struct Plan {
   Timing timing = Timing::just_in_time;
   std::string placement_name;  // "auto", or the three tiers
   bool uses_nvme = false;      // has states there, or commits steps there
+  bool nvme_gradients = false;
   bool durable = false;
   double resident_fraction = 0;
 
   std::uint32_t fetch_slots = 0, update_slots = 0, gradient_slots = 0;
+  // An update slot holds what is on NVMe of a chunk: the states, then the gradient. A gradient slot holds a
+  // contribution, or with gradients on NVMe the sum and behind it a contribution.
   std::uint64_t fetch_slot_bytes = 0, update_slot_bytes = 0, gradient_slot_bytes = 0;
 
   // Host slab, in this order: stored gradients, resident parameters, resident optimizer states, the three kinds of

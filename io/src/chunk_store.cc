@@ -47,6 +47,7 @@ struct ChunkStore::Implementation {
     std::unique_ptr<Storage> storage;
     std::uint32_t storage_file = 0;
     std::uint64_t bytes = 0;
+    std::uint64_t lasting_bytes = 0;  // without scratch
   };
   struct Extent {
     std::uint64_t offset_bytes = 0;  // of slot 0; the other follows
@@ -61,6 +62,10 @@ struct ChunkStore::Implementation {
   void check_space();
   void prepare_files();
   void open_storages();
+  std::span<const std::uint64_t> lasting() const {
+    return std::span(options.chunk_bytes).first(std::min(options.lasting_chunks, options.chunk_bytes.size()));
+  }
+  std::uint32_t slots(std::size_t chunk) const { return chunk < options.lasting_chunks ? options.slots_per_chunk : 1; }
   void note(const std::string& text) const {
     if (options.note) options.note(text);
   }
@@ -73,6 +78,7 @@ struct ChunkStore::Implementation {
   MadeDirectories directories;
   std::vector<Path> paths;
   std::vector<Extent> extents;                   // by chunk
+  static constexpr std::size_t kBatch = 64;      // at once, so that submit never allocates
   std::vector<std::vector<Operation*>> batches;  // by path, for submit
   std::uint64_t alignment = kUsualAlignmentBytes;
   std::uint64_t geometry = 0;
@@ -136,16 +142,17 @@ void ChunkStore::Implementation::check() {
     }
   }
   if (options.chunk_bytes.size() > UINT32_MAX) throw ConfigError("more chunks than a chunk number can name");
-  geometry = geometry_checksum(options.chunk_bytes);
+  geometry = geometry_checksum(lasting());
 }
 
 void ChunkStore::Implementation::lay_out(std::uint64_t extent_alignment) {
   extents.assign(options.chunk_bytes.size(), {});
-  for (Path& path : paths) path.bytes = std::max(kHeaderBytes, extent_alignment);
+  for (Path& path : paths) path.bytes = path.lasting_bytes = std::max(kHeaderBytes, extent_alignment);
   for (std::size_t chunk = 0; chunk < extents.size(); ++chunk) {
     Path& path = paths[chunk % paths.size()];
     extents[chunk] = {path.bytes, base::round_up(options.chunk_bytes[chunk], extent_alignment)};
-    path.bytes += extents[chunk].bytes * options.slots_per_chunk;
+    path.bytes += extents[chunk].bytes * slots(chunk);
+    if (chunk < options.lasting_chunks) path.lasting_bytes = path.bytes;
   }
 }
 
@@ -184,9 +191,9 @@ ChunkFileHeader ChunkStore::Implementation::header(std::uint32_t path, std::uint
   made.path_index = path;
   made.path_count = static_cast<std::uint32_t>(paths.size());
   made.slots_per_chunk = options.slots_per_chunk;
-  made.chunk_count = options.chunk_bytes.size();
+  made.chunk_count = lasting().size();
   made.alignment_bytes = alignment;
-  made.file_bytes = paths[path].bytes;
+  made.file_bytes = paths[path].lasting_bytes;
   made.geometry_checksum = geometry;
   return made;
 }
@@ -201,7 +208,7 @@ void ChunkStore::Implementation::prepare_files() {
     if (!fresh)
       throw ConfigError("storage paths " + place->second + " and " + directory +
                         " are the same directory; name each once");
-    paths.push_back({directory, nullptr, nullptr, 0, 0});
+    paths.push_back({directory, nullptr, nullptr});
   }
   lay_out(alignment);
   check_space();
@@ -274,6 +281,7 @@ void ChunkStore::Implementation::open_storages() {
     }
   }
   batches.resize(paths.size());
+  for (auto& batch : batches) batch.reserve(kBatch);
 }
 
 std::uint64_t ChunkStore::Implementation::offset_bytes(const Transfer& transfer) const {
@@ -346,7 +354,7 @@ bool ChunkStore::register_memory(std::span<std::byte> memory, std::string* reaso
 void ChunkStore::submit(std::span<Transfer* const> transfers) {
   Implementation& store = *implementation_;
   for (const Transfer* const transfer : transfers) {  // all or none
-    const bool exists = transfer->chunk < store.extents.size() && transfer->slot < store.options.slots_per_chunk;
+    const bool exists = transfer->chunk < store.extents.size() && transfer->slot < store.slots(transfer->chunk);
     const std::uint64_t length = exists ? store.extents[transfer->chunk].bytes : 0;
     if (!exists || transfer->begin_bytes > length || transfer->bytes > length - transfer->begin_bytes) {
       throw UsageError("a transfer of " + std::to_string(transfer->bytes) + " bytes at " +
@@ -372,7 +380,11 @@ void ChunkStore::submit(std::span<Transfer* const> transfers) {
     operation.data = transfer->data;
     operation.bytes = transfer->bytes;
     operation.tag = reinterpret_cast<std::uintptr_t>(transfer);
-    store.batches[path].push_back(&operation);
+    auto& batch = store.batches[path];
+    batch.push_back(&operation);
+    if (batch.size() < Implementation::kBatch) continue;
+    store.paths[path].storage->submit(batch);
+    batch.clear();
   }
   for (std::size_t path = 0; path < store.paths.size(); ++path) {
     if (!store.batches[path].empty()) store.paths[path].storage->submit(store.batches[path]);

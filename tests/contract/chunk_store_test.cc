@@ -382,6 +382,51 @@ TEST(ChunkStore, ALeftoverOfAnotherRunIsNeverReadAsCurrentAndAKeptOneOfThisRunIs
   EXPECT_TRUE(std::all_of(memory.data(), memory.data() + 8192, [](std::byte b) { return b == std::byte{0}; }));
 }
 
+TEST(ChunkStore, ScratchHasOneSlotBehindAllOthersAndMayChangeWhileTheRestStays) {
+  test::ScratchDirectory directory;
+  ChunkStoreOptions options = options_for({directory.path()}, {8192, 4096});
+  options.slots_per_chunk = 2;
+  options.keep_on_close = true;
+  const auto with_scratch = [&](std::vector<std::uint64_t> scratch) {
+    ChunkStoreOptions all = options;
+    all.lasting_chunks = 2;
+    all.chunk_bytes.insert(all.chunk_bytes.end(), scratch.begin(), scratch.end());
+    return all;
+  };
+  test::AlignedMemory memory(8192);
+  const auto expect_kept = [&](ChunkStore& store) {
+    std::vector<Transfer> read = {transfer(Direction::read, 0, 1, memory.data(), 8192)};
+    run_all(store, read);
+    EXPECT_TRUE(test::holds_pattern(memory.span(), 5));
+  };
+  {
+    ChunkStore store(options);
+    test::fill_pattern(memory.span(), 5);
+    std::vector<Transfer> write = {transfer(Direction::write, 0, 1, memory.data(), 8192)};
+    run_all(store, write);
+  }
+  options.must_exist = true;
+  {
+    ChunkStore store(with_scratch({8192, 0, 4096}));
+    expect_kept(store);
+    EXPECT_EQ(store.offset_bytes(2), store.offset_bytes(1) + 2 * store.slot_bytes(1));
+    EXPECT_EQ(store.offset_bytes(4), store.offset_bytes(2) + store.slot_bytes(2));
+    test::fill_pattern(memory.span(), 6);
+    std::vector<Transfer> write = {transfer(Direction::write, 2, 0, memory.data(), 8192)};
+    run_all(store, write);
+    std::vector<Transfer> beyond = {transfer(Direction::write, 2, 1, memory.data(), 8192)};
+    Transfer* pointer = beyond.data();
+    EXPECT_THROW(store.submit({&pointer, 1}), UsageError);
+    expect_kept(store);
+  }
+  {
+    ChunkStore store(with_scratch({16384}));
+    expect_kept(store);
+  }
+  ChunkStore store(options);
+  expect_kept(store);
+}
+
 TEST(ChunkStore, AnythingWrittenIntoItsPlaceIsReplacedWithANote) {
   test::ScratchDirectory directory;
   for (const std::string& text : {std::string("hello"), std::string(100'000, 'x'), std::string()}) {

@@ -186,7 +186,7 @@ TEST_F(CommandRanks, MeasureStepsAgainstRawTransfersOfAllRanksAtOnce) {
   const std::string json = scratch_.path() + "/step.json";
   std::vector<std::string> arguments = world(2);
   arguments.insert(arguments.end(), {"bench", "step", "--model", source_path("configs/models/gpt-10m.json"), "--engine",
-                                     source_path("configs/engine/nvme.json"), "--steps", "8", "--set",
+                                     source_path("configs/engine/nvme.json"), "--steps", "12", "--set",
                                      "nvme.paths=" + scratch_.path() + "/run", "--set",
                                      "communication.timeout_seconds=30", "--json", json});
   const auto result = run_program(arguments);

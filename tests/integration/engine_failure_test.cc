@@ -94,6 +94,20 @@ TEST_P(FailureTest, AFlippedBitIsNeverComputedWith) {
   }
 }
 
+TEST_P(FailureTest, AFlippedBitOfAGradientIsNeverComputedWith) {
+  const TemporaryDirectory directory;
+  Config config = nvme_config(directory.path(), GetParam());
+  config.budget.host_bytes = std::uint64_t{16} << 20;
+  config.placement.parameters = config.placement.optimizer = Tier::host;
+  config.placement.gradients = Tier::nvme;
+  Engine engine(config, with_faults({.seed = 1, .flips_per_mille = 10}));
+  SyntheticTrainer trainer(engine, small_model(), {.micro_batches = 2});
+  engine.commit();
+  const std::string text = first_failure<CorruptionError>(engine, trainer);
+  EXPECT_NE(text.find("of gradients of chunk"), std::string::npos) << text;
+  EXPECT_NE(text.find("ballast-rank0.chunks"), std::string::npos) << text;
+}
+
 TEST_P(FailureTest, LateAndReorderedCompletionsChangeNothing) {
   std::vector<double> expected;
   for (std::uint64_t seed = 0; seed <= 3; ++seed) {

@@ -41,7 +41,7 @@ TEST_P(MatrixTest, EveryRunEqualsThePlainOne) {
       if (round == 1) {
         config.placement.parameters = static_cast<Tier>(random.below(3));
         config.placement.optimizer = static_cast<Tier>(random.below(3));
-        config.placement.gradients = static_cast<Tier>(random.below(2));
+        config.placement.gradients = static_cast<Tier>(random.below(3));
       }
       config = smallest(c, config);
       const Config least = config;

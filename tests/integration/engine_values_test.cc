@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <array>
 #include <chrono>
 #include <filesystem>
 #include <limits>
@@ -84,7 +85,7 @@ TEST(ValuesTest, TenStepsWithAlternatingGradientsMatchThoseByHandInEveryTierPair
   std::vector<float> all_bits;
   for (Tier parameters : {Tier::device, Tier::host, Tier::nvme}) {
     for (Tier optimizer : {Tier::device, Tier::host, Tier::nvme}) {
-      for (Tier gradients : {Tier::device, Tier::host}) {
+      for (Tier gradients : {Tier::device, Tier::host, Tier::nvme}) {
         for (Timing timing : kTimings) {
           SCOPED_TRACE(std::string(to_string(parameters)) + " " + std::string(to_string(optimizer)) + " " +
                        std::string(to_string(gradients)) + " " + std::string(to_string(timing)));
@@ -313,8 +314,48 @@ TEST(ValuesTest, FrozenParametersKeepTheirBitsAlsoWithDecay) {
   }
 }
 
-TEST(ValuesTest, ADynamicLossScaleHalvesAndTheSkippedStepLeavesNoTrace) {
+class GradientTierTest : public ::testing::TestWithParam<Tier> {};
+INSTANTIATE_TEST_SUITE_P(Tiers, GradientTierTest, ::testing::Values(Tier::device, Tier::host, Tier::nvme),
+                         [](const auto& tier) { return std::string(to_string(tier.param)); });
+
+TEST(ValuesTest, GradientsOnNvmeMoveTheirBytesOnceMoreEachWayForEveryContribution) {
+  constexpr std::uint64_t kElements = 1 << 20;
+  for (const int micro_batches : {1, 3}) {
+    std::array<std::uint64_t, 2> read{}, written{};
+    for (const Tier gradients : {Tier::host, Tier::nvme}) {
+      World world(Tier::nvme);
+      world.config.placement.gradients = gradients;
+      world.config.precision.parameters = DataType::bf16;
+      world.parameters = {{"p", {kElements}}};
+      world.start(1, micro_batches);
+      // What is read ahead of the next step counts as well: the same before and after.
+      const auto lanes = [&] {
+        for (int quiet = 0; quiet < 4;) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+          quiet = world.engine->report().at_rest ? quiet + 1 : 0;
+        }
+        return world.engine->report().lanes;
+      };
+      const std::vector<float> contributions(static_cast<std::size_t>(micro_batches), 0.25f);
+      for (int s = 0; s < 2; ++s) world.step(contributions);
+      const auto before = lanes();
+      for (int s = 0; s < 3; ++s) world.step(contributions);
+      const auto after = lanes();
+      const auto moved = [&](Lane lane) {
+        return after[static_cast<std::size_t>(lane)].bytes - before[static_cast<std::size_t>(lane)].bytes;
+      };
+      read[gradients == Tier::nvme] = moved(Lane::nvme_read);
+      written[gradients == Tier::nvme] = moved(Lane::nvme_write);
+    }
+    const std::uint64_t expected = std::uint64_t{3} * 4 * kElements * static_cast<std::uint64_t>(micro_batches);
+    EXPECT_EQ(written[1] - written[0], expected);
+    EXPECT_EQ(read[1] - read[0], expected);
+  }
+}
+
+TEST_P(GradientTierTest, ADynamicLossScaleHalvesAndTheSkippedStepLeavesNoTrace) {
   World world;
+  world.config.placement.gradients = GetParam();
   world.config.optimizer.learning_rate = 1e-3;
   world.config.precision.parameters = DataType::fp16;
   world.config.loss_scale.kind = Config::LossScale::Kind::dynamic;

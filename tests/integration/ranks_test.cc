@@ -353,7 +353,7 @@ TEST_P(RanksMatrixTest, EveryStagePlacementAndTimingGivesTheSame) {
       config.zero_stage = stage;
       config.placement.parameters = static_cast<Tier>(random.below(3));
       config.placement.optimizer = static_cast<Tier>(random.below(3));
-      config.placement.gradients = static_cast<Tier>(random.below(2));
+      config.placement.gradients = static_cast<Tier>(random.below(3));
       config.placement.automatic = random.below(4) == 0;
       config.budget.host_bytes = (std::uint64_t{8} << 20) + random.below(std::uint64_t{32} << 20);
       config.threads = static_cast<int>(1 + random.below(2));

@@ -64,7 +64,7 @@ TEST(StandInEngine, AGptTrainsAsOnTheHostDeviceInEveryPlacementAndTiming) {
   const TemporaryDirectory directory;
   const Outcome expected = run_case(c, plain_config(directory.path(), Tier::device, Timing::after_backward), {});
   for (Timing timing : {Timing::after_backward, Timing::just_in_time, Timing::eager}) {
-    for (int tiers = 0; tiers < 18; ++tiers) {
+    for (int tiers = 0; tiers < 27; ++tiers) {
       Config config = plain_config(directory.path(), Tier::nvme, timing);
       config.placement.parameters = static_cast<Tier>(tiers % 3);
       config.placement.optimizer = static_cast<Tier>(tiers / 3 % 3);
@@ -94,7 +94,7 @@ TEST(StandInEngine, RandomModelsInRandomStreamTimingsEqualThePlainRun) {
     Config config = plain_config(directory.path(), Tier::nvme, timing);
     config.placement.parameters = static_cast<Tier>(random.below(3));
     config.placement.optimizer = static_cast<Tier>(random.below(3));
-    config.placement.gradients = static_cast<Tier>(random.below(2));
+    config.placement.gradients = static_cast<Tier>(random.below(3));
     config.placement.automatic = random.below(4) == 0;
     expect_same(run_on_device(c, config, seed), expected);
     if (HasFailure()) return;

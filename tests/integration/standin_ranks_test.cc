@@ -124,7 +124,7 @@ TEST(StandInRanks, RandomModelsInRandomStreamTimingsEqualHostRanks) {
     config.zero_stage = static_cast<int>(random.below(4));
     config.placement.parameters = config.zero_stage < 3 ? Tier::device : static_cast<Tier>(random.below(3));
     config.placement.optimizer = static_cast<Tier>(random.below(3));
-    config.placement.gradients = static_cast<Tier>(random.below(2));
+    config.placement.gradients = static_cast<Tier>(random.below(3));
     config.placement.automatic = random.below(4) == 0;
     Config plain = plain_config(directory.path(), Tier::device, Timing::after_backward);
     plain.zero_stage = 0;

@@ -417,7 +417,7 @@ TEST_P(UnitCommunicatorsMatrixTest, EveryStagePlacementAndTimingGivesTheSame) {
       config.zero_stage = stage;
       config.placement.parameters = static_cast<Tier>(random.below(3));
       config.placement.optimizer = static_cast<Tier>(random.below(3));
-      config.placement.gradients = static_cast<Tier>(random.below(2));
+      config.placement.gradients = static_cast<Tier>(random.below(3));
       config.budget.host_bytes = (std::uint64_t{8} << 20) + random.below(std::uint64_t{32} << 20);
       SCOPED_TRACE(std::string(to_string(timing)) + ", stage " + std::to_string(stage));
       const std::vector<Outcome> outcomes = run(config);

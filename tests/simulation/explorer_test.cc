@@ -142,7 +142,7 @@ TEST_F(Explorer, CoversEveryCombinationOfTiers) {
   for (const Timing timing : kTimings) {
     for (const Tier parameters : kTiers) {
       for (const Tier optimizer : kTiers) {
-        for (const Tier gradients : {Tier::device, Tier::host}) {
+        for (const Tier gradients : kTiers) {
           for (Index chunks = 1; chunks <= 2; ++chunks) {
             for (const Index run_ahead : {0u, 1000u}) {
               Shape shape{2, chunks, parameters, optimizer, gradients, true};

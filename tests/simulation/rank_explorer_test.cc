@@ -391,7 +391,7 @@ TEST_F(RankExplorerTest, CoversUnitsOfTwoChunksAndTwoOfEverything) {
   for (const Timing timing : kTimings) {
     for (const Tier parameters : kTiers) {
       for (const Tier optimizer : kTiers) {
-        for (const Tier gradients : {Tier::device, Tier::host}) {
+        for (const Tier gradients : {Tier::device, Tier::host, Tier::nvme}) {
           for (Index chunks = 1; chunks <= 2; ++chunks) {
             Shape shape{2, chunks, parameters, optimizer, gradients, true};
             Plan plan = start_plan(shape, timing, 1);

@@ -34,7 +34,7 @@ std::uint64_t number_from(const char* name, std::uint64_t usual) {
 struct Variant {
   Timing timing = Timing::just_in_time;
   int placement = 0;  // all on NVMe, parameters in host memory, optimizer states in host memory, all in host memory,
-                      // all on the device
+                      // all on the device, all on NVMe with the gradients
   int every = 1;
   int model = 0;
   bool poison = false;  // a step that is discarded
@@ -44,7 +44,7 @@ struct Variant {
 Variant make_variant(base::Random& random) {
   Variant v;
   v.timing = static_cast<Timing>(1 + random.below(3));
-  v.placement = static_cast<int>(random.below(5));
+  v.placement = static_cast<int>(random.below(6));
   v.every = 1 + static_cast<int>(random.below(3) == 0 ? 1 : 0);
   v.model = static_cast<int>(random.below(2));
   v.poison = v.timing != Timing::eager && random.below(3) == 0;
@@ -67,6 +67,7 @@ Config config_of(const Variant& v, const std::string& directory, bool durable) {
   config.threads = 1;
   if (v.placement == 1 || v.placement == 3) config.placement.parameters = Tier::host;
   if (v.placement == 2 || v.placement == 3) config.placement.optimizer = Tier::host;
+  if (v.placement == 5) config.placement.gradients = Tier::nvme;
   if (v.placement == 4) config.placement.parameters = config.placement.optimizer = Tier::device;
   config.budget.device_bytes = config.budget.host_bytes = std::uint64_t{4} << 20;
   if (durable) config.durability.every_steps = static_cast<std::uint64_t>(v.every);

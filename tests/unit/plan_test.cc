@@ -207,5 +207,31 @@ TEST(PlanTest, EagerUpdatesKeepNoGradientsExceptSums) {
   EXPECT_EQ(sums.host_gradient_bytes, jit.host_gradient_bytes);
 }
 
+TEST(PlanTest, GradientsGoToNvmeOnlyWhereTheHostCannotHoldThem) {
+  const Model model = uniform(20, 1 << 20);
+  const auto planned = [&](std::uint64_t host) {
+    return make_plan(model.units, config_with(host, 64 * kMiB, true), model.inputs);
+  };
+  const Plan ample = planned(128 * kMiB);
+  EXPECT_FALSE(ample.nvme_gradients);
+  EXPECT_GT(ample.host_gradient_bytes, 80 * kMiB);
+  const Plan tight = planned(40 * kMiB);
+  EXPECT_TRUE(tight.nvme_gradients);
+  EXPECT_EQ(tight.host_gradient_bytes, 0u);
+  EXPECT_LE(tight.host_bytes, 40 * kMiB);
+  std::uint64_t gradients = 0;
+  for (std::size_t c = 0; c < tight.placement.size(); ++c) {
+    const ChunkPlacement& place = tight.placement[c];
+    EXPECT_EQ(place.gradient_extent_bytes, 4 * tight.layout.chunks[c].elements);
+    EXPECT_LE(place.extent_bytes + place.gradient_extent_bytes, tight.update_slot_bytes);
+    EXPECT_LE(2 * place.gradient_extent_bytes, tight.gradient_slot_bytes);
+    gradients += place.gradient_extent_bytes;
+  }
+  EXPECT_GE(gradients, std::uint64_t{20} * 4 * (1 << 20));
+  // Consumed as they come, they are stored nowhere.
+  EXPECT_FALSE(
+      make_plan(model.units, config_with(40 * kMiB, 64 * kMiB, true, Timing::eager), model.inputs).nvme_gradients);
+}
+
 }  // namespace
 }  // namespace ballast::engine

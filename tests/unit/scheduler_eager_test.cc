@@ -205,6 +205,48 @@ TEST(Scheduler, AddsContributionsOneAfterAnother) {
   EXPECT_FALSE(w.scheduler->gradients_outstanding());
 }
 
+TEST(Scheduler, KeepsSumsOnNvmeAndReadsThemForTheUpdateOnceTheyAreFinal) {
+  World w(1, 1, small(1, 1, 1), Tier::nvme, Tier::nvme, Tier::nvme);
+  const Index first = w.gradients(0, 100, false, true);
+  w.commit(first, false, false);
+  EXPECT_EQ(w.run(), (Names{"copy out 0", "accumulate 0", "write 0"}));
+  const Index second = w.gradients(0, 100, false, true);
+  const Index next = w.parameters(0, 0, Form::update_expected, false);
+  EXPECT_EQ(w.run(), (Names{"read 0"}));  // the states; the sum is not final
+  w.commit(second, true, false);
+  EXPECT_EQ(w.run(), (Names{"read 0", "copy out 0", "accumulate 0", "write 0"}));
+  EXPECT_FALSE(w.scheduler->entry_alive(second));
+  w.scheduler->decide(true);
+  EXPECT_EQ(w.run(), (Names{"read gradient 0", "update 0", "write 0", "copy in 0"}));
+  EXPECT_TRUE(w.scheduler->expected(next));
+}
+
+TEST(Scheduler, UpdatesEagerlyOnlyWithASumThatIsWritten) {
+  World w(1, 1, small(1, 1, 1), Tier::host, Tier::host, Tier::nvme);
+  const Index g = w.gradients(0, 100, false, true);
+  w.commit(g, true, true);
+  EXPECT_EQ(w.start(), (Names{"copy out 0"}));
+  w.finish("copy out 0");
+  EXPECT_EQ(w.start(), (Names{"accumulate 0"}));
+  w.finish("accumulate 0");
+  EXPECT_EQ(w.start(), (Names{"write 0"}));
+  EXPECT_TRUE(w.scheduler->gradients_outstanding());
+  w.finish("write 0");
+  EXPECT_FALSE(w.scheduler->gradients_outstanding());
+  EXPECT_EQ(w.run(), (Names{"read gradient 0", "update 0"}));
+  w.scheduler->decide(true);
+  EXPECT_EQ(w.scheduler->updates_done(0), 1u);
+}
+
+TEST(Scheduler, ReadsNoGradientForADiscardedUpdate) {
+  World w(1, 1, small(1, 1, 1), Tier::nvme, Tier::nvme, Tier::nvme);
+  w.contribute(0, true);
+  w.parameters(0, 0, Form::update_expected, false);
+  w.run();
+  w.scheduler->decide(false);
+  EXPECT_EQ(w.run(), (Names{"copy in 0"}));
+}
+
 TEST(Scheduler, AddsContributionsOnTheDeviceInPlace) {
   World w(1, 1, small(1, 1, 1), Tier::nvme, Tier::nvme, Tier::device);
   const Index g = w.gradients(0, 100, false, true);

@@ -14,7 +14,8 @@ namespace ballast::schedule {
 
 // Tasks as text ("read 0", "copy in 1"), to compare whole sequences.
 inline std::string name(const Action& action) {
-  static const char* const kNames[] = {"read", "write", "copy in", "copy out", "update", "accumulate"};
+  static const char* const kNames[] = {"read",       "write",  "copy in", "copy out",     "update",
+                                       "accumulate", "gather", "reduce",  "read gradient"};
   return std::string(kNames[static_cast<int>(action.task)]) + ' ' + std::to_string(action.chunk);
 }
 

@@ -261,9 +261,14 @@ void Scheduler::commit_gradients(Index id, std::span<const bool> contributes, bo
     }
     BALLAST_CHECK(u.stored_gradients || (job.first && job.last && eager));
     const bool on_device = chunks_[c].gradients == Tier::device && u.stored_gradients;
+    const bool on_nvme = gradient_on_nvme(c);
     job.copy = on_device ? Phase::unneeded : Phase::waiting;
-    job.cpu = !on_device && job.first && !job.last ? Phase::unneeded : Phase::waiting;
-    if (!on_device && (!u.stored_gradients || !job.first)) want_slot(j, SlotKind::gradient);
+    job.cpu = !on_device && !on_nvme && job.first && !job.last ? Phase::unneeded : Phase::waiting;
+    if (on_nvme) {
+      job.read = job.first ? Phase::unneeded : Phase::waiting;
+      job.write = Phase::waiting;
+    }
+    if (!on_device && (on_nvme || !u.stored_gradients || !job.first)) want_slot(j, SlotKind::gradient);
     advance(j);
   }
   end_entry_if_over(id);
@@ -427,7 +432,9 @@ std::size_t Scheduler::next(std::span<Action> out) {
       const Index j = ln.heap.front().second;
       ln.remove(0);
       Job& job = jobs_[j];
-      const Task task = l == 4 ? cpu_task(job) : static_cast<Task>(l);
+      const Task task = l == 4                               ? cpu_task(job)
+                        : l == 0 && job.load == Phase::ready ? Task::read_gradient
+                                                             : static_cast<Task>(l);
       BALLAST_CHECK(job.alive && phase(job, task) == Phase::ready);
       phase(job, task) = Phase::running;
       ++ln.in_flight;
@@ -445,12 +452,15 @@ std::size_t Scheduler::next(std::span<Action> out) {
       action.last = job.last;
       if (job.entry != kNone) {
         action.device_offset = entries_[job.entry].offset;
-        if (task == Task::copy_in || job.kind == JobKind::gradient) ++entries_[job.entry].in_flight;
+        if (task == Task::copy_in || task == Task::copy_out || task == Task::accumulate)
+          ++entries_[job.entry].in_flight;
         action.urgent = entries_[job.entry].leased;
       }
       if (task == Task::update) action.gradient_slot = chunk_states_[job.chunk].gradient_slot;
       if (task == Task::write) {
-        action.urgent = job.next_same_chunk != kNone || pool(SlotKind::update).waiting_head != kNone;
+        // The trainer waits for a gradient's last one.
+        action.urgent = job.next_same_chunk != kNone || pool(job.slot_kind).waiting_head != kNone ||
+                        (job.kind == JobKind::gradient && job.last);
       }
     }
   }
@@ -498,7 +508,10 @@ void Scheduler::finished(const Action& action) {
   ChunkState& state = chunk_states_[job.chunk];
   switch (action.task) {
     case Task::read:
+    case Task::read_gradient:
+      break;
     case Task::write:
+      if (job.kind == JobKind::gradient) gradient_is_here(job);
       break;
     case Task::copy_in:
       if (job.entry != kNone) {
@@ -542,13 +555,7 @@ void Scheduler::finished(const Action& action) {
         state.gradient_slot = job.slot;
         job.slot = kNone;
       }
-      if (job.last && state.owed) {
-        state.gradient_here = true;
-        if (state.update_job != kNone) {
-          jobs_[state.update_job].gate_open = true;
-          advance(state.update_job);
-        }
-      }
+      if (!gradient_on_nvme(job.chunk)) gradient_is_here(job);
       break;
     }
     case Task::gather:
@@ -557,6 +564,16 @@ void Scheduler::finished(const Action& action) {
   }
   advance(j);
   settle();
+}
+
+// A contribution is where the update will look for it.
+void Scheduler::gradient_is_here(const Job& job) {
+  ChunkState& state = chunk_states_[job.chunk];
+  if (!job.last || !state.owed) return;
+  state.gradient_here = true;
+  if (state.update_job == kNone) return;
+  jobs_[state.update_job].gate_open = true;
+  advance(state.update_job);
 }
 
 bool Scheduler::unit_update_due(Index unit) const {

@@ -63,11 +63,10 @@ void Scheduler::append_update(Index chunk, Index entry, bool copy_first, bool ga
   job.gate_on_gradient = gate_on_gradient;
   job.cpu = Phase::waiting;
   if (entry != kNone && chunks_[chunk].parameters != Tier::device) job.copy = Phase::waiting;
-  if (chunks_[chunk].parameters == Tier::nvme || chunks_[chunk].optimizer == Tier::nvme) {
-    job.read = Phase::waiting;
-    job.write = Phase::waiting;
-    want_slot(j, SlotKind::update);
-  }
+  const bool states_on_nvme = chunks_[chunk].parameters == Tier::nvme || chunks_[chunk].optimizer == Tier::nvme;
+  if (states_on_nvme) job.read = job.write = Phase::waiting;
+  if (gradient_on_nvme(chunk)) job.load = Phase::waiting;
+  if (states_on_nvme || gradient_on_nvme(chunk)) want_slot(j, SlotKind::update);
   advance(j);
 }
 
@@ -125,6 +124,8 @@ Scheduler::Phase& Scheduler::phase(Job& job, Task task) {
   switch (task) {
     case Task::read:
       return job.read;
+    case Task::read_gradient:
+      return job.load;
     case Task::write:
       return job.write;
     case Task::copy_in:
@@ -183,8 +184,8 @@ void Scheduler::unpush(Task task, Index j) {
 }
 
 bool Scheduler::running(const Job& job) const {
-  return job.read == Phase::running || job.copy == Phase::running || job.cpu == Phase::running ||
-         job.write == Phase::running;
+  return job.read == Phase::running || job.load == Phase::running || job.copy == Phase::running ||
+         job.cpu == Phase::running || job.write == Phase::running;
 }
 
 bool Scheduler::held_by_trainer(const Job& job) const {
@@ -218,8 +219,9 @@ void Scheduler::advance(Index j) {
       if (job.copy == Phase::waiting && range_free && (job.copy_first ? here : job.cpu == Phase::done)) {
         push(Task::copy_in, j);
       }
-      if (job.cpu == Phase::waiting && here && job.gate_open && (!job.copy_first || settled(job.copy)) &&
-          !held_by_trainer(job)) {
+      if (job.load == Phase::waiting && here && job.gate_open) push(Task::read_gradient, j);
+      if (job.cpu == Phase::waiting && here && job.gate_open && settled(job.load) &&
+          (!job.copy_first || settled(job.copy)) && !held_by_trainer(job)) {
         push(Task::update, j);
       }
       if (job.write == Phase::waiting && job.cpu == Phase::done) push(Task::write, j);
@@ -227,10 +229,13 @@ void Scheduler::advance(Index j) {
     case JobKind::gradient:
       if (job.entry != kNone && !settled(entries_[job.entry].collective)) break;
       if (job.copy == Phase::waiting) push(Task::copy_out, j);
-      if (job.cpu == Phase::waiting && settled(job.copy)) push(Task::accumulate, j);
+      if (job.cpu == Phase::waiting && here && settled(job.copy)) push(Task::accumulate, j);
+      if (job.write == Phase::waiting && job.cpu == Phase::done) push(Task::write, j);
       break;
   }
-  if (settled(job.read) && settled(job.copy) && settled(job.cpu) && settled(job.write)) finish_job(j);
+  if (settled(job.read) && settled(job.load) && settled(job.copy) && settled(job.cpu) && settled(job.write)) {
+    finish_job(j);
+  }
 }
 
 // The update will not happen: what waits for the parameters gets them as they are.
@@ -245,6 +250,7 @@ void Scheduler::skip_update(Index j) {
   no_longer_waiting(state);
   job.kind = JobKind::fetch;
   job.cpu = Phase::unneeded;
+  job.load = Phase::unneeded;
   job.write = Phase::unneeded;
   if (chunks_[job.chunk].parameters != Tier::nvme) {
     // Only the optimizer states were to be read. (Otherwise it keeps its place in the queue for update slots: a later
@@ -274,6 +280,7 @@ void Scheduler::cancel_job(Index j) {
   job.cancelled = true;
   if (job.copy != Phase::running) job.entry = kNone;
   unpush(Task::read, j);
+  unpush(Task::read_gradient, j);
   unpush(copy_task(job), j);
   unpush(cpu_task(job), j);
   unpush(Task::write, j);

@@ -149,15 +149,17 @@ std::string Scheduler::check() const {
           if (!job.cancelled) ++missing[job.entry];
           if (job.copy == Phase::running || (gradient && job.cpu == Phase::running)) ++copying[job.entry];
         }
-        const Phase phases[5] = {job.read, job.write, gradient ? Phase::unneeded : job.copy,
-                                 gradient ? job.copy : Phase::unneeded, job.cpu};
+        const Phase phases[6] = {
+            job.read, job.write, gradient ? Phase::unneeded : job.copy, gradient ? job.copy : Phase::unneeded,
+            job.cpu,  job.load};
         bool any_left = false;
-        for (std::size_t l = 0; l < 5; ++l) {
-          running_tasks[l] += phases[l] == Phase::running ? 1 : 0;
-          ready_tasks[l] += phases[l] == Phase::ready ? 1 : 0;
-          const bool begun = phases[l] == Phase::running || phases[l] == Phase::done || phases[l] == Phase::ready;
+        for (std::size_t p = 0; p < 6; ++p) {
+          const std::size_t l = p == 5 ? 0 : p;  // the lane
+          running_tasks[l] += phases[p] == Phase::running ? 1 : 0;
+          ready_tasks[l] += phases[p] == Phase::ready ? 1 : 0;
+          const bool begun = phases[p] == Phase::running || phases[p] == Phase::done || phases[p] == Phase::ready;
           if (begun && (!job.head || job.slot_wanted)) return at() + ": " + kLaneNames[l] + " without slot or turn";
-          any_left |= phases[l] != Phase::unneeded && phases[l] != Phase::done;
+          any_left |= phases[p] != Phase::unneeded && phases[p] != Phase::done;
         }
         if (!any_left && job.head && !job.slot_wanted) return at() + ": over, and still alive";
         if (job.kind == JobKind::update && !job.cancelled && job.cpu != Phase::done) {
@@ -165,7 +167,10 @@ std::string Scheduler::check() const {
           if (j != state.update_job && j != state.waiting_job) return at() + ": update that nobody counts on";
           if (j == state.waiting_job && job.gate_open) return at() + ": waits with its gate open";
           if (j == state.update_job && !state.due && !state.owed) return at() + ": nothing is due";
-          if (job.cpu == Phase::running && !job.gate_open) return at() + ": runs with its gate closed";
+          const bool loads = job.load != Phase::unneeded && job.load != Phase::waiting;
+          if ((job.cpu == Phase::running || loads) && !job.gate_open) return at() + ": runs with its gate closed";
+          if (job.cpu == Phase::running && job.load != Phase::unneeded && job.load != Phase::done)
+            return at() + ": runs before its gradient is there";
         }
       }
     }
@@ -349,7 +354,8 @@ void Scheduler::serialize(std::vector<std::uint32_t>& out) const {
                       flag(job.first, 7) | flag(job.last, 8) | flag(job.slot != kNone, 9) |
                       static_cast<std::uint32_t>(job.slot_kind) << 10 | static_cast<std::uint32_t>(job.read) << 12 |
                       static_cast<std::uint32_t>(job.copy) << 15 | static_cast<std::uint32_t>(job.cpu) << 18 |
-                      static_cast<std::uint32_t>(job.write) << 21 | flag(job.head, 24));
+                      static_cast<std::uint32_t>(job.write) << 21 | flag(job.head, 24) |
+                      static_cast<std::uint32_t>(job.load) << 25);
       }
       out.push_back(0xFFFFFFFFu);
     }
@@ -388,14 +394,15 @@ std::string Scheduler::describe() const {
     if (e.in_flight != 0) text += ", " + std::to_string(e.in_flight) + " copies in flight";
     text += '\n';
   }
-  text += "jobs (read, copy, cpu, write: - unneeded, w waiting, r ready, R running, d done):\n";
+  text += "jobs (read, read of the gradient, copy, cpu, write: - unneeded, w waiting, r ready, R running, d done):\n";
   for (Index c = 0; c < chunks_.size(); ++c) {
     const ChunkState& state = chunk_states_[c];
     for (const Index head : {state.queue_head, state.gradient_head}) {
       for (Index j = head; j != kNone; j = jobs_[j].next_same_chunk) {
         const Job& job = jobs_[j];
         text += "  " + name("chunk", c) + ' ' + kJobNames[static_cast<int>(job.kind)] + ' ' + std::to_string(j) + ": ";
-        for (const Phase p : {job.read, job.copy, job.cpu, job.write}) text += kPhaseLetters[static_cast<int>(p)];
+        for (const Phase p : {job.read, job.load, job.copy, job.cpu, job.write})
+          text += kPhaseLetters[static_cast<int>(p)];
         if (job.entry != kNone) text += ", for entry " + std::to_string(job.entry);
         if (job.slot != kNone) {
           text += std::string(", ") + kSlotNames[static_cast<int>(job.slot_kind)] + " slot " + std::to_string(job.slot);

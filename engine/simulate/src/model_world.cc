@@ -42,9 +42,9 @@ std::string to_text(const Content& c) {
 
 ModelWorld::ModelWorld(const Plan& plan) : plan_(&plan), chunk_count_(static_cast<Index>(plan.chunks.size())) {
   slots_at_[1] = 3 * chunk_count_;
-  slots_at_[2] = slots_at_[1] + 2 * plan.limits.fetch_slots;
-  slots_at_[3] = slots_at_[2] + 2 * plan.limits.update_slots;
-  cells_at_ = slots_at_[3] + 2 * plan.limits.gradient_slots;
+  slots_at_[2] = slots_at_[1] + kSlotParts * plan.limits.fetch_slots;
+  slots_at_[3] = slots_at_[2] + kSlotParts * plan.limits.update_slots;
+  cells_at_ = slots_at_[3] + kSlotParts * plan.limits.gradient_slots;
   peers_at_ = cells_at_ + static_cast<std::uint32_t>(plan.slab_bytes);
   places_.resize(peers_at_ + (plan.ranks - 1) * chunk_count_);
   writers_.resize(places_.size());
@@ -56,8 +56,8 @@ ModelWorld::ModelWorld(const Plan& plan) : plan_(&plan), chunk_count_(static_cas
   }
 }
 
-std::uint32_t ModelWorld::slot_place(SlotKind kind, Index slot, bool states) const {
-  return slots_at_[static_cast<int>(kind)] + 2 * slot + (states ? 1 : 0);
+std::uint32_t ModelWorld::slot_place(SlotKind kind, Index slot, std::uint32_t part) const {
+  return slots_at_[static_cast<int>(kind)] + kSlotParts * slot + part;
 }
 
 std::string ModelWorld::place_name(std::uint32_t place) const {
@@ -68,7 +68,7 @@ std::string ModelWorld::place_name(std::uint32_t place) const {
   int kind = 3;
   while (place < slots_at_[kind]) --kind;
   static const char* const kSlots[] = {"", "fetch slot ", "update slot ", "gradient slot "};
-  return kSlots[kind] + std::to_string((place - slots_at_[kind]) / 2);
+  return kSlots[kind] + std::to_string((place - slots_at_[kind]) / kSlotParts);
 }
 
 void ModelWorld::expect(const Content& found, const Content& wanted, const char* by) {
@@ -101,6 +101,14 @@ void ModelWorld::check_gradient(const Content& gradient, Index chunk) {
   expect(gradient, gradient_of(chunk, truth_[chunk].step, truth_[chunk].owed_mask), "update with a gradient");
 }
 
+// A contribution goes to its gradient's place where nothing is there yet; otherwise beside it, to be added.
+std::uint32_t ModelWorld::copied_to(const Action& action) const {
+  if (action.slot == kNone) return gradient_home(action.chunk);
+  const schedule::Chunk& chunk = plan_->chunks[action.chunk];
+  const bool on_nvme = chunk.gradients == Tier::nvme && plan_->units[chunk.unit].stored_gradients;
+  return slot_place(SlotKind::gradient, action.slot, on_nvme && !action.first ? kIncoming : kSum);
+}
+
 void ModelWorld::start(const Action& action) {
   const Index c = action.chunk;
   if (c == kNone) return fail("a collective in a world of one rank");
@@ -111,28 +119,44 @@ void ModelWorld::start(const Action& action) {
   flight.action = action;
   const bool parameters_nvme = chunk.parameters == Tier::nvme;
   const bool states_nvme = chunk.optimizer == Tier::nvme;
+  const bool gradient_nvme = chunk.gradients == Tier::nvme && unit.stored_gradients;
   switch (action.task) {
     case Task::read: {
       if (action.slot == kNone) fail("read without a slot");
+      if (action.job_kind == JobKind::gradient) {
+        input(flight, gradient_home(c), "read of a sum");
+        tear(slot_place(SlotKind::gradient, action.slot, kSum), "read of a sum");
+        break;
+      }
       const bool states = action.job_kind == JobKind::update && states_nvme;
       if (parameters_nvme) input(flight, parameters_home(c), "read");
       if (states) input(flight, states_home(c), "read");
-      if (parameters_nvme) tear(slot_place(action.slot_kind, action.slot, false), "read");
-      if (states) tear(slot_place(action.slot_kind, action.slot, true), "read");
+      if (parameters_nvme) tear(slot_place(action.slot_kind, action.slot, kParameters), "read");
+      if (states) tear(slot_place(action.slot_kind, action.slot, kStates), "read");
       if (flight.input_count == 0) fail("read of nothing");
       break;
     }
+    case Task::read_gradient:
+      input(flight, gradient_home(c), "read of a gradient");
+      check_gradient(flight.inputs[0], c);
+      tear(slot_place(SlotKind::update, action.slot, kGradient), "read of a gradient");
+      break;
     case Task::copy_in:
-      input(flight, parameters_nvme ? slot_place(action.slot_kind, action.slot, false) : parameters_home(c), "copy in");
+      input(flight, parameters_nvme ? slot_place(action.slot_kind, action.slot, kParameters) : parameters_home(c),
+            "copy in");
       tear(cell(action.device_offset + in_unit), "copy in");
       break;
     case Task::update: {
       const bool stored = action.gradient_slot == kNone;
       if (stored != unit.stored_gradients) fail("update with its gradient in the wrong kind of place");
       const std::uint32_t parameters =
-          parameters_nvme ? slot_place(SlotKind::update, action.slot, false) : parameters_home(c);
-      const std::uint32_t states = states_nvme ? slot_place(SlotKind::update, action.slot, true) : states_home(c);
-      input(flight, stored ? gradient_home(c) : slot_place(SlotKind::gradient, action.gradient_slot, false), "update");
+          parameters_nvme ? slot_place(SlotKind::update, action.slot, kParameters) : parameters_home(c);
+      const std::uint32_t states = states_nvme ? slot_place(SlotKind::update, action.slot, kStates) : states_home(c);
+      input(flight,
+            gradient_nvme ? slot_place(SlotKind::update, action.slot, kGradient)
+            : stored      ? gradient_home(c)
+                          : slot_place(SlotKind::gradient, action.gradient_slot, kSum),
+            "update");
       expect(read(parameters, "update", c), parameters_of(c, truth_[c].updates), "update");
       expect(read(states, "update", c), states_of(c, truth_[c].updates), "update");
       if (truth_[c].updates >= truth_[c].version) fail("update of chunk " + std::to_string(c) + " that is not due");
@@ -142,27 +166,40 @@ void ModelWorld::start(const Action& action) {
       break;
     }
     case Task::write:
+      if (action.job_kind == JobKind::gradient) {
+        input(flight, slot_place(SlotKind::gradient, action.slot, kSum), "write of a sum");
+        tear(gradient_home(c), "write of a sum");
+        break;
+      }
       if (parameters_nvme) {
-        input(flight, slot_place(SlotKind::update, action.slot, false), "write");
+        input(flight, slot_place(SlotKind::update, action.slot, kParameters), "write");
         expect(flight.inputs[0], parameters_of(c, truth_[c].updates), "write");
         tear(parameters_home(c), "write");
       }
       if (states_nvme) {
-        input(flight, slot_place(SlotKind::update, action.slot, true), "write");
+        input(flight, slot_place(SlotKind::update, action.slot, kStates), "write");
         tear(states_home(c), "write");
       }
       break;
     case Task::copy_out:
       input(flight, cell(action.device_offset + in_unit), "copy out");
-      tear(action.slot == kNone ? gradient_home(c) : slot_place(SlotKind::gradient, action.slot, false), "copy out");
+      tear(copied_to(action), "copy out");
       if (action.slot == kNone && !action.first) fail("copy out over earlier contributions");
       break;
     case Task::accumulate: {
       const bool on_device = chunk.gradients == Tier::device && unit.stored_gradients;
+      if (gradient_nvme) {
+        input(flight, copied_to(action), "accumulate");
+        if (action.first) break;
+        const std::uint32_t sum = slot_place(SlotKind::gradient, action.slot, kSum);
+        read(sum, "accumulate", c);
+        tear(sum, "accumulate");
+        break;
+      }
       if (on_device) {
         input(flight, cell(action.device_offset + in_unit), "accumulate");
       } else if (action.slot != kNone) {
-        input(flight, slot_place(SlotKind::gradient, action.slot, false), "accumulate");
+        input(flight, slot_place(SlotKind::gradient, action.slot, kSum), "accumulate");
       } else {
         input(flight, gradient_home(c), "accumulate");
         break;
@@ -190,6 +227,7 @@ void ModelWorld::finish(std::size_t index) {
   const Index in_unit = c - unit.first_chunk;
   const bool parameters_nvme = chunk.parameters == Tier::nvme;
   const bool states_nvme = chunk.optimizer == Tier::nvme;
+  const bool gradient_nvme = chunk.gradients == Tier::nvme && unit.stored_gradients;
   for (std::uint8_t i = 0; i < flight.input_count; ++i) {
     --readers_[flight.places[i]];
     expect(places_[flight.places[i]], flight.inputs[i], "bytes changed under a task");
@@ -201,44 +239,55 @@ void ModelWorld::finish(std::size_t index) {
   switch (action.task) {
     case Task::read: {
       std::uint8_t i = 0;
-      if (parameters_nvme) write(slot_place(action.slot_kind, action.slot, false), flight.inputs[i++]);
+      if (action.job_kind == JobKind::gradient) {
+        write(slot_place(SlotKind::gradient, action.slot, kSum), flight.inputs[0]);
+        break;
+      }
+      if (parameters_nvme) write(slot_place(action.slot_kind, action.slot, kParameters), flight.inputs[i++]);
       if (action.job_kind == JobKind::update && states_nvme) {
-        write(slot_place(action.slot_kind, action.slot, true), flight.inputs[i]);
+        write(slot_place(action.slot_kind, action.slot, kStates), flight.inputs[i]);
       }
       break;
     }
+    case Task::read_gradient:
+      write(slot_place(SlotKind::update, action.slot, kGradient), flight.inputs[0]);
+      break;
     case Task::copy_in:
       write(cell(action.device_offset + in_unit), flight.inputs[0]);
       break;
     case Task::update: {
       ++truth_[c].updates;
-      write(parameters_nvme ? slot_place(SlotKind::update, action.slot, false) : parameters_home(c),
+      write(parameters_nvme ? slot_place(SlotKind::update, action.slot, kParameters) : parameters_home(c),
             parameters_of(c, truth_[c].updates));
-      write(states_nvme ? slot_place(SlotKind::update, action.slot, true) : states_home(c),
+      write(states_nvme ? slot_place(SlotKind::update, action.slot, kStates) : states_home(c),
             states_of(c, truth_[c].updates));
       break;
     }
     case Task::write: {
       std::uint8_t i = 0;
+      if (action.job_kind == JobKind::gradient) {
+        write(gradient_home(c), flight.inputs[0]);
+        break;
+      }
       if (parameters_nvme) write(parameters_home(c), flight.inputs[i++]);
       if (states_nvme) write(states_home(c), flight.inputs[i]);
       break;
     }
     case Task::copy_out:
-      write(action.slot == kNone ? gradient_home(c) : slot_place(SlotKind::gradient, action.slot, false),
-            flight.inputs[0]);
+      write(copied_to(action), flight.inputs[0]);
       break;
     case Task::accumulate: {
       const bool on_device = chunk.gradients == Tier::device && unit.stored_gradients;
-      if (!unit.stored_gradients || (!on_device && action.slot == kNone)) break;
+      if (!unit.stored_gradients || (!on_device && action.slot == kNone) || (gradient_nvme && action.first)) break;
+      const std::uint32_t home = gradient_nvme ? slot_place(SlotKind::gradient, action.slot, kSum) : gradient_home(c);
       Content sum = flight.inputs[0];
       if (!action.first) {
-        const Content& before = places_[gradient_home(c)];
+        const Content& before = places_[home];
         if (before.number != sum.number) fail("gradients of two steps are added");
         if ((before.mask & sum.mask) != 0) fail("a contribution is added twice");
         sum.mask |= before.mask;
       }
-      write(gradient_home(c), sum);
+      write(home, sum);
       break;
     }
     case Task::gather:
@@ -424,8 +473,7 @@ void ModelWorld::serialize(std::vector<std::uint32_t>& out, const std::vector<st
   };
   for (std::uint32_t place = 0; place < 3 * chunk_count_; ++place) put(place);
   for (const auto& [kind, slot] : slots) {
-    put(slot_place(kind, slot, false));
-    put(slot_place(kind, slot, true));
+    for (std::uint32_t part = 0; part < kSlotParts; ++part) put(slot_place(kind, slot, part));
   }
   for (std::uint32_t place = cells_at_; place < places_.size(); ++place) put(place);
   for (const Truth& t : truth_) {

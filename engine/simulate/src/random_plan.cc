@@ -82,7 +82,8 @@ class Draw {
         chunk.unit = u;
         chunk.parameters = of_unit == Tier::device || kind != 4 ? of_unit : one_in(2) ? Tier::host : Tier::nvme;
         chunk.optimizer = kTiers[kind < 2 && one_in(2) ? kind : below(3)];
-        chunk.gradients = one_in(4) ? Tier::device : Tier::host;
+        static constexpr Tier kGradients[] = {Tier::device, Tier::host, Tier::host, Tier::nvme};
+        chunk.gradients = kGradients[below(4)];
         chunk.trainable = several ? !frozen : !one_in(12);
         chunk.parameter_bytes = 2 * (1 + below(4));
         chunk.optimizer_bytes = 5 * chunk.parameter_bytes;

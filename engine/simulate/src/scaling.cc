@@ -90,6 +90,7 @@ class RankClock {
 
   std::uint64_t drive_bytes(const Action& action) const {
     const schedule::Chunk& chunk = plan_.chunks[action.chunk];
+    if (action.task == Task::read_gradient || action.job_kind == JobKind::gradient) return chunk.gradient_bytes;
     const std::uint64_t parameters = chunk.parameters == Tier::nvme ? chunk.parameter_bytes : 0;
     const std::uint64_t states = chunk.optimizer == Tier::nvme ? chunk.optimizer_bytes : 0;
     return parameters + (action.task == Task::write || action.job_kind == JobKind::update ? states : 0);
@@ -112,7 +113,8 @@ class RankClock {
   }
 
   void count(const Action& action) {
-    if (action.task == Task::read || action.task == Task::write) count_.drive_bytes += drive_bytes(action);
+    if (action.task == Task::read || action.task == Task::write || action.task == Task::read_gradient)
+      count_.drive_bytes += drive_bytes(action);
     if (action.chunk != kNone) return;
     (action.task == Task::gather ? count_.gathered_elements : count_.reduced_elements) += collective_elements(action);
     count_.link_bytes += collective_bytes(action);
@@ -130,6 +132,7 @@ class RankClock {
     const schedule::Chunk& chunk = plan_.chunks[action.chunk];
     switch (action.task) {
       case Task::read:
+      case Task::read_gradient:
         return serve(kRead, hardware_.read, drive_bytes(action));
       case Task::write:
         return serve(kWrite, hardware_.write, drive_bytes(action));

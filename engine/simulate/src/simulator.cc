@@ -85,12 +85,16 @@ class Clock {
     const schedule::Chunk& chunk = plan_.chunks[action.chunk];
     const std::uint64_t parameters = chunk.parameters == Tier::nvme ? chunk.parameter_bytes : 0;
     const std::uint64_t states = chunk.optimizer == Tier::nvme ? chunk.optimizer_bytes : 0;
+    const bool gradient = action.job_kind == JobKind::gradient;
     switch (action.task) {
+      case Task::read_gradient:
+        return serve(Resource::drive_read, hardware_.read, chunk.gradient_bytes);
       case Task::read:
+        if (gradient) return serve(Resource::drive_read, hardware_.read, chunk.gradient_bytes);
         return serve(Resource::drive_read, hardware_.read,
                      parameters + (action.job_kind == JobKind::update ? states : 0));
       case Task::write:
-        return serve(Resource::drive_write, hardware_.write, parameters + states);
+        return serve(Resource::drive_write, hardware_.write, gradient ? chunk.gradient_bytes : parameters + states);
       case Task::copy_in:
         return serve(Resource::copy_in, hardware_.copy_in, chunk.parameter_bytes);
       case Task::copy_out:

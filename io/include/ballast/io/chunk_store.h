@@ -23,6 +23,9 @@ struct ChunkStoreOptions {
   std::uint32_t rank = 0;                  // part of the file name
   std::uint32_t slots_per_chunk = 1;       // 1, or 2 for durable steps
   std::vector<std::uint64_t> chunk_bytes;  // logical length of each chunk's extent; 0 where a chunk is not stored
+  // Chunks from this one on are scratch: one slot each, behind all others, of no meaning to a later run, whose scratch
+  // may be laid out otherwise.
+  std::size_t lasting_chunks = SIZE_MAX;
   // Of this run; goes into the header. A file that carries the same one and the same layout keeps its contents, any
   // other is emptied first. All zeros: a run without identity, never the same as another.
   std::array<std::uint8_t, 16> run_identity{};

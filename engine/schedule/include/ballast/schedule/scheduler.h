@@ -9,8 +9,10 @@
 // device slab; it may be written once no earlier entry that overlaps it is alive. A *job* carries one chunk through its
 // tasks:
 //   fetch     [slot] read parameters, copy in
-//   update    [slot] read states, (copy in first: eager), wait for the gate, update, (copy in), write back
-//   gradient  [slot] copy out, accumulate
+//   update    [slot] read states, (copy in first: eager), wait for the gate, (read the gradient), update, (copy in),
+//             write back
+//   gradient  [slot] copy out, (read the sum so far), accumulate, (write the sum)
+// What stands in parentheses about gradients is for those that are stored on NVMe.
 // Program order is the order of appending. Slots of one kind are given out strictly in that order, so that a later job
 // never takes what an earlier one still waits for; jobs on one chunk run one after another (gradients in a queue of
 // their own). What an earlier job waits for is therefore never held by a later one, except where the trainer leaves
@@ -64,7 +66,7 @@ struct Unit {
   Index chunk_count = 0;
   std::uint64_t parameter_bytes = 0;  // on the device; 0 where its parameters live there for good
   std::uint64_t gradient_bytes = 0;   // of scratch on the device
-  bool stored_gradients = true;       // a place of their own in host or device memory; false: slots, consumed at once
+  bool stored_gradients = true;       // a place of their own in their tier; false: slots, consumed at once
   bool gathered = false;              // parameters come from all ranks
   bool reduced = false;               // gradients go to all ranks; then they are stored
 };
@@ -82,8 +84,9 @@ struct Limits {
   Index jobs = 1024;   // at least 5 for each chunk of the units that the trainer holds at once
 };
 
-enum class Task : std::uint8_t { read, write, copy_in, copy_out, update, accumulate, gather, reduce };
-constexpr int kTaskCount = 8;
+// read_gradient: an update's; a gradient job reads and writes its own with read and write.
+enum class Task : std::uint8_t { read, write, copy_in, copy_out, update, accumulate, gather, reduce, read_gradient };
+constexpr int kTaskCount = 9;
 enum class SlotKind : std::uint8_t { none, fetch, update, gradient };
 enum class JobKind : std::uint8_t { fetch, update, gradient };
 
@@ -97,7 +100,7 @@ struct Action {
   Index unit = kNone;
   SlotKind slot_kind = SlotKind::none;
   Index slot = kNone;               // where the bytes are on the host; kNone: the chunk's own place in its tier
-  Index gradient_slot = kNone;      // update: where the gradient is; kNone: in the unit's store
+  Index gradient_slot = kNone;      // update: where the gradient is; kNone: in the unit's store, or with the states
   std::uint64_t device_offset = 0;  // of the entry (copies; accumulate from the device)
   bool first = false;               // gradient: overwrite rather than add
   bool last = false;                // gradient: the unit's last contribution of this step (sums are wanted)
@@ -224,6 +227,7 @@ class Scheduler {
     bool copy_first = false;        // copy in before the update (eager) or after it (just in time)
     bool first = false, last = false;
     Phase read = Phase::unneeded, copy = Phase::unneeded, cpu = Phase::unneeded, write = Phase::unneeded;
+    Phase load = Phase::unneeded;  // update: of its gradient, after the states and once the gate is open
     SlotKind slot_kind = SlotKind::none;
     Index slot = kNone;
     Index chunk = kNone;
@@ -375,13 +379,20 @@ class Scheduler {
   void end_entry_if_over(Index entry);
   bool entry_ready(const Entry& entry) const;
   bool held_by_trainer(const Job& job) const;
+  bool gradient_on_nvme(Index chunk) const {
+    return chunks_[chunk].gradients == Tier::nvme && units_[chunks_[chunk].unit].stored_gradients;
+  }
+  void gradient_is_here(const Job& job);
   bool running(const Job& job) const;
   void forget_copy(Index unit) { copies_[unit] = Copy{}; }
   static Task cpu_task(const Job& job) { return job.kind == JobKind::gradient ? Task::accumulate : Task::update; }
   static Task copy_task(const Job& job) { return job.kind == JobKind::gradient ? Task::copy_out : Task::copy_in; }
   Phase& phase(Job& job, Task task);
   SlotPool& pool(SlotKind kind) { return pools_[static_cast<std::size_t>(kind) - 1]; }
-  Lane& lane(Task task) { return lanes_[task == Task::accumulate ? 4 : static_cast<std::size_t>(task)]; }
+  Lane& lane(Task task) {
+    if (task == Task::read_gradient) return lanes_[0];
+    return lanes_[task == Task::accumulate ? 4 : static_cast<std::size_t>(task)];
+  }
 
   std::vector<Chunk> chunks_;
   std::vector<Unit> units_;

@@ -84,7 +84,10 @@ class ModelWorld {
   std::uint32_t parameters_place(const schedule::Unit& u, std::uint64_t offset, Index i, Index shard) const {
     return u.parameter_bytes == 0 ? whole_home(u.first_chunk + i, shard) : cell(offset + shard * u.chunk_count + i);
   }
-  std::uint32_t slot_place(schedule::SlotKind kind, Index slot, bool states) const;
+  // What a slot holds. Gradient slots: a sum, and beside it a contribution that is to be added.
+  static constexpr std::uint32_t kParameters = 0, kStates = 1, kGradient = 2, kSum = 0, kIncoming = 1, kSlotParts = 3;
+  std::uint32_t slot_place(schedule::SlotKind kind, Index slot, std::uint32_t part) const;
+  std::uint32_t copied_to(const schedule::Action& action) const;
   std::uint32_t cell(std::uint64_t offset) const { return cells_at_ + static_cast<std::uint32_t>(offset); }
   Content read(std::uint32_t place, const char* by, Index chunk);
   void input(Flight& flight, std::uint32_t place, const char* by);
