@@ -17,7 +17,7 @@ target_include_directories(command_parts_test PRIVATE ${PROJECT_SOURCE_DIR}/benc
 target_compile_definitions(command_parts_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}" BALLAST_COMMAND="")
 
 if(TARGET ballast)
-  foreach(name command_refusals_test command_train_test)
+  foreach(name command_checkpoint_test command_refusals_test command_train_test)
     ballast_add_test(${name} LABEL integration TIMEOUT 600
       SOURCES integration/${name}.cc integration/command_runner.cc LIBRARIES nlohmann_json::nlohmann_json)
     target_compile_features(${name} PRIVATE cxx_std_20)

@@ -41,3 +41,10 @@ ballast_add_test(durability_test LABEL integration TIMEOUT 600 SOURCES integrati
 ballast_add_test(manifest_test LABEL unit TIMEOUT 120 SOURCES unit/manifest_test.cc
   LIBRARIES ballast::engine ballast_io ballast_offload)
 target_include_directories(manifest_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
+ballast_add_test(safetensors_test LABEL unit TIMEOUT 120 SOURCES unit/safetensors_test.cc LIBRARIES ballast::engine)
+target_include_directories(safetensors_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
+ballast_add_test(safetensors_fuzz_test LABEL stress TIMEOUT 600 SOURCES stress/safetensors_fuzz_test.cc
+  LIBRARIES ballast::engine ballast_io ballast_offload)
+target_include_directories(safetensors_fuzz_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
+ballast_add_test(checkpoint_files_test LABEL integration TIMEOUT 300 SOURCES integration/checkpoint_files_test.cc
+  LIBRARIES ballast::engine)

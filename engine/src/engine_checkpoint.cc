@@ -216,7 +216,7 @@ void EngineImplementation::load_state(engine::StoredState& state) {
 void EngineImplementation::finish_loading(const engine::StoredState& state, const std::string& path) {
   const engine::Manifest& manifest = state.manifest();
   for (std::size_t u = 0; u < units_.size(); ++u) units_[u].step_counts = manifest.step_counts[u];
-  loss_scaler_.restore(manifest.loss_scale);
+  if (state.layout().fingerprint != engine::kNoSettings) loss_scaler_.restore(manifest.loss_scale);
   steps_updated_ = manifest.step;
   last_user_bytes_ = manifest.user_bytes;
   resumed_ = ResumedStep{manifest.step, manifest.user_bytes, path};

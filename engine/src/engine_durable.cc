@@ -56,8 +56,14 @@ std::string describe(const engine::ParameterLayout& parameter) {
          (parameter.trainable ? "" : ", frozen");
 }
 
-// The first difference; empty where there is none.
+std::string describe_shape(const engine::ParameterLayout& parameter) {
+  const std::string all = describe(parameter);
+  return all.substr(0, all.find(']') + 1);
+}
+
+// The first difference; empty where there is none. Parameters that were imported are for every dtype and group.
 std::string differing_model(const StoredLayout& there, const StoredLayout& here) {
+  const bool imported = there.fingerprint == engine::kNoSettings;
   if (there.units.size() != here.units.size()) {
     return std::to_string(there.units.size()) + " units there, " + std::to_string(here.units.size()) + " here";
   }
@@ -69,8 +75,10 @@ std::string differing_model(const StoredLayout& there, const StoredLayout& here)
              std::to_string(b.parameters.size()) + " here";
     }
     for (std::size_t p = 0; p < a.parameters.size(); ++p) {
-      const std::string was = a.parameters[p].name + " " + describe(a.parameters[p]);
-      const std::string is = b.parameters[p].name + " " + describe(b.parameters[p]);
+      const auto text = [&](const engine::ParameterLayout& parameter) {
+        return parameter.name + " " + (imported ? describe_shape(parameter) : describe(parameter));
+      };
+      const std::string was = text(a.parameters[p]), is = text(b.parameters[p]);
       if (was != is) return "in unit " + a.name + ": " + was + " there, " + is + " here";
     }
   }
@@ -128,6 +136,7 @@ void EngineImplementation::require_same_model(const StoredLayout& there, const s
   if (const std::string model = differing_model(there, here); !model.empty()) {
     throw ConfigError("the run in " + where + " is of another model: " + model);
   }
+  if (there.fingerprint == engine::kNoSettings) return;
   if (const std::string keys = differing_keys(there.fingerprint, here.fingerprint); !keys.empty()) {
     throw ConfigError("the run in " + where + " was made with other settings: " + keys);
   }

@@ -27,6 +27,21 @@ std::string parent_of(const std::string& path) {
   return parent.empty() ? "." : parent.string();
 }
 
+// Of one copy of everything. A manifest that is damaged is for its reader to tell.
+bool has_all_ranks(const std::shared_ptr<io::SmallFiles>& files, std::uint64_t step) {
+  const std::vector<std::uint32_t> ranks = ManifestLog::ranks_of(*files, step);
+  if (ranks.empty() || ranks.front() != 0) return false;
+  StoredLayout layout;
+  Manifest manifest;
+  try {
+    ManifestLog(files, 0).load(step, &layout, &manifest);
+  } catch (const CorruptionError&) {
+    return true;
+  }
+  const std::uint32_t holders = layout.partition.all_shards ? 1 : layout.partition.world_size;
+  return ranks.size() >= holders && ranks[holders - 1] == holders - 1;
+}
+
 }  // namespace
 
 CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)), parent_(parent_of(path_)) {
@@ -99,6 +114,19 @@ std::vector<std::pair<std::uint64_t, std::string>> list_checkpoints(const std::s
   }
   std::sort(found.rbegin(), found.rend());
   return found;
+}
+
+std::optional<FoundCheckpoint> find_checkpoint(const std::string& path) {
+  std::vector<std::string> folders = {path};
+  for (auto& [step, folder] : list_checkpoints(path)) folders.push_back(std::move(folder));
+  for (const std::string& folder : folders) {
+    const std::shared_ptr<io::SmallFiles> files = io::make_small_files(folder);
+    const std::vector<std::uint64_t> steps = ManifestLog::steps_of(*files);
+    if (steps.empty()) continue;
+    const auto whole = std::find_if(steps.begin(), steps.end(), [&](auto step) { return has_all_ranks(files, step); });
+    return FoundCheckpoint{folder, whole == steps.end() ? steps.front() : *whole};
+  }
+  return std::nullopt;
 }
 
 void remove_folder(const std::string& path) {

@@ -6,6 +6,7 @@
 #include <ballast/io/chunk_store.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -39,6 +40,14 @@ class CheckpointFolder {
 
 // The `step-N` folders in a directory, newest first; (N, path). None where there is no such directory.
 std::vector<std::pair<std::uint64_t, std::string>> list_checkpoints(const std::string& directory);
+
+// `path` itself where it holds manifests, else the newest `step-N` folder in it that does. The newest step that has the
+// manifests of all ranks that one copy of everything takes, else the newest. Nothing where there is none.
+struct FoundCheckpoint {
+  std::string path;
+  std::uint64_t step = 0;
+};
+std::optional<FoundCheckpoint> find_checkpoint(const std::string& path);
 
 // Everything in it, and itself; nothing where there is none. Throws IoError.
 void remove_folder(const std::string& path);

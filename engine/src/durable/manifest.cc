@@ -29,6 +29,12 @@ DataType data_type(ByteReader& in) {
   return static_cast<DataType>(value);
 }
 
+// What reading it takes.
+std::uint64_t least_master_bytes(const StoredLayout::Chunk& chunk) {
+  if (chunk.dtype == DataType::bf16) return chunk.elements * 2;
+  return chunk.dtype == DataType::fp16 && chunk.master_bytes > 0 ? chunk.elements * 4 : 0;
+}
+
 void decode_layout(ByteReader& in, StoredLayout& layout) {
   const std::span<const std::byte> identity = in.raw(layout.run_identity.size());
   std::memcpy(layout.run_identity.data(), identity.data(), identity.size());
@@ -82,7 +88,9 @@ void decode_layout(ByteReader& in, StoredLayout& layout) {
     if (chunk.elements > kMost || chunk.parameter_bytes > kMost || chunk.master_bytes > kMost ||
         chunk.moment_bytes > kMost || chunk.offset_bytes > 64 * kMost || chunk.slot_bytes > 4 * kMost ||
         chunk.slot_bytes < chunk.stored_bytes() ||
-        chunk.parameter_bytes < chunk.elements * element_bytes(chunk.dtype)) {
+        chunk.parameter_bytes < chunk.elements * element_bytes(chunk.dtype) ||
+        chunk.master_bytes < least_master_bytes(chunk) ||
+        (chunk.moment_bytes > 0 && chunk.moment_bytes < chunk.elements * element_bytes(layout.moments))) {
       in.fail("impossible sizes of a chunk");
     }
     chunk.segments.resize(in.count(28));

@@ -46,6 +46,9 @@ struct StoredLayout {
   std::vector<Chunk> chunks;
 };
 
+// The fingerprint of parameters that come from elsewhere: they fit every configuration.
+constexpr const char* kNoSettings = "{}";
+
 struct StoredChunk {
   std::uint8_t slot = 0;
   std::uint64_t parameter_checksum = 0, optimizer_checksum = 0;

@@ -8,6 +8,7 @@
 #include <ballast/offload/chunk_work.h>
 #include <ballast/offload/cpu_pool.h>
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -95,6 +96,16 @@ const std::byte* StoredState::chunk_bytes(std::uint32_t rank, std::uint32_t chun
     throw IoError("chunk file " + file + " cannot be opened: " + std::strerror(error));
   }
   const std::uint64_t offset = what.offset_bytes + where.slot * what.slot_bytes;
+  struct stat status;
+  if (::fstat(at->second, &status) != 0) {
+    throw IoError("chunk file " + file + " cannot be read: " + std::strerror(errno));
+  }
+  if (static_cast<std::uint64_t>(status.st_size) < what.stored_bytes() ||
+      static_cast<std::uint64_t>(status.st_size) - what.stored_bytes() < offset) {
+    throw CorruptionError("chunk file " + file + " has " + std::to_string(status.st_size) + " bytes, and chunk " +
+                          std::to_string(chunk) + " is " + std::to_string(what.stored_bytes()) + " at " +
+                          std::to_string(offset) + ": it is cut short");
+  }
   held_.resize(what.stored_bytes());
   for (std::uint64_t done = 0; done < held_.size();) {
     const ssize_t count =
@@ -160,6 +171,14 @@ void StoredState::read(std::uint32_t unit, std::uint32_t parameter, std::uint64_
       moments += chunk.moment_bytes;
     }
   }
+}
+
+std::uint64_t StoredState::stored_bytes() const {
+  std::uint64_t sum = 0;
+  for (const StoredLayout& layout : layouts_) {
+    for (const StoredLayout::Chunk& chunk : layout.chunks) sum += chunk.stored_bytes();
+  }
+  return sum;
 }
 
 void StoredState::verify() {

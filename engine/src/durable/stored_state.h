@@ -32,8 +32,8 @@ class StoredState {
   // CorruptionError naming the file where the bytes are not what was written.
   void read(std::uint32_t unit, std::uint32_t parameter, std::uint64_t first, std::span<float> values,
             std::span<float> exp_avg, std::span<float> exp_avg_sq);
-  // Reads and checks everything; `visit(chunk, chunks)` now and then.
-  void verify();
+  void verify();  // reads and checks everything
+  std::uint64_t stored_bytes() const;
 
  private:
   struct Piece {
