@@ -206,7 +206,9 @@ void CudaStream::run() {
     Item& item = ring_[taken_ % kRingItems];
     const auto number = static_cast<std::uint32_t>(taken_ + 1);
     lock.unlock();
-    if (item.recorded) good(cudaEventSynchronize(item.event), "cudaEventSynchronize");
+    // What comes next may touch the memory of what came before: where waiting fails and the device lives, once more.
+    if (item.recorded && !good(cudaEventSynchronize(item.event), "cudaEventSynchronize"))
+      good(cudaEventSynchronize(item.event), "cudaEventSynchronize");
     item.host_call.function(item.host_call.context, item.host_call.argument);
     // Notifications write it too, so that a held stream never waits for a number that was passed over.
     std::atomic_ref(*word_).store(number, std::memory_order_release);
