@@ -181,8 +181,9 @@ void CudaStream::queue(offload::HostCall host_call, bool holds) {
   // take.
   Item& item = ring_[number % kRingItems];
   item.host_call = host_call;
-  // After a failure the call still comes, since somebody may wait for it; the device is left alone.
-  item.recorded = !state_->failed() && good(cudaEventRecord(item.event, stream_), "cudaEventRecord");
+  // After a failure the call still comes, since somebody may wait for it, and in order as long as the device lives:
+  // what comes next may touch the memory of what came before.
+  item.recorded = good(cudaEventRecord(item.event, stream_), "cudaEventRecord");
   if (holds && item.recorded) {
     const int result = state_->wait_value()(stream_, reinterpret_cast<std::uintptr_t>(word_),
                                             static_cast<std::uint32_t>(number + 1), kWaitGreaterOrEqual);
