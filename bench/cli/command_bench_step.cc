@@ -2,12 +2,13 @@
 // few steps in a row are paired with raw transfers of the same extents just before them, so that efficiency is a median
 // of ratios taken on one machine at one time. The engine reads ahead between steps: raw transfers wait until it is
 // quiet, the steps that then run on what it had read are not timed, and only the bytes that it moves while the others
-// are timed count.
+// are timed count. With durable steps the raw transfers are made durable as often as the steps are.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/error.h>
 #include <ballast/base/random.h>
 #include <ballast/base/size.h>
 #include <ballast/engine/engine.h>
+#include <ballast/io/small_files.h>
 
 #include <algorithm>
 #include <chrono>
@@ -39,6 +40,7 @@ struct Options {
   std::int64_t steps = 30;
   std::int64_t micro_batches = 1;
   std::uint64_t seed = 0;
+  std::string checkpoint;
   std::string json, trace;
 };
 
@@ -196,6 +198,103 @@ std::unique_ptr<StorageBench> raw_transfers(const Config& config, const Report& 
                           .run_blocks = std::max<std::uint64_t>(1, 12 * base::kMiB / config.nvme.block_bytes)});
 }
 
+// What committing a step does beside its transfers, for raw transfers to do as well: the flush, and a small file of the
+// same length put in place.
+class RawCommits {
+ public:
+  RawCommits(const Config& config, StorageBench& raw)
+      : raw_(raw),
+        files_(io::make_small_files(config.nvme.paths.front())),
+        // A pass covers both slots of every chunk, twice what a step writes. Cadences that do not divide it: none.
+        per_pass_(config.durability.every_steps == 0 ? 0 : 2 / config.durability.every_steps) {
+    for (const std::string& name : files_->list()) {
+      if (name.ends_with(".manifest")) manifest_.resize(files_->read(name).size());
+    }
+  }
+  ~RawCommits() {
+    try {
+      files_->remove(kName);
+    } catch (const IoError&) {
+      // It says nothing to anyone.
+    }
+  }
+  RawCommits(const RawCommits&) = delete;
+  RawCommits& operator=(const RawCommits&) = delete;
+
+  StorageBench::Result rewrite() {
+    return raw_.run(StorageBench::Pattern::rewrite, std::max<std::uint64_t>(1, per_pass_), [this] {
+      if (per_pass_ == 0) return;
+      const Clock::time_point begin = Clock::now();
+      raw_.flush_seconds();
+      io::publish(*files_, kName, manifest_);
+      seconds_.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
+    });
+  }
+  const std::vector<double>& seconds() const { return seconds_; }  // of each
+
+ private:
+  static constexpr const char* kName = "ballast-bench-commit";
+  StorageBench& raw_;
+  const std::unique_ptr<io::SmallFiles> files_;
+  const std::uint64_t per_pass_;
+  std::vector<std::byte> manifest_;
+  std::vector<double> seconds_;
+};
+
+// What a checkpoint that is saved beside training costs: the same number of steps with one and without, in turn,
+// against reading its bytes and writing them to a new file, durably.
+struct SaveCosts {
+  std::vector<double> extra_seconds, call_seconds, raw_seconds;
+  std::uint64_t bytes = 0;
+  std::uint64_t chunks_asked_for = 0;
+};
+
+SaveCosts measure_saves(const Options& options, const Config& config, Engine& engine, SyntheticModel& model,
+                        StorageBench& raw) {
+  constexpr int kTurns = 3, kLeadIn = 2, kSteps = 6;
+  SaveCosts costs;
+  const auto timed = [&](const auto& work) {
+    const Clock::time_point begin = Clock::now();
+    work();
+    return std::chrono::duration<double>(Clock::now() - begin).count();
+  };
+  const auto steps = [&](int count) {
+    for (int i = 0; i < count; ++i) {
+      InterruptGuard::check();
+      model.step();
+    }
+  };
+  for (int turn = 0; turn < kTurns; ++turn) {
+    report_at_rest(engine);
+    const StorageBench::Result read = raw.run(StorageBench::Pattern::read);
+    const Report before = engine.report();
+    steps(kLeadIn);
+    const double without = timed([&] { steps(kSteps); });
+    double call = 0;
+    const double with = timed([&] {
+      call = timed([&] { engine.save_checkpoint(options.checkpoint + "/step-" + std::to_string(turn), 1); });
+      steps(kSteps);
+      engine.finish_checkpoint();
+    });
+    const Report after = engine.report();
+    costs.bytes = after.checkpoint_bytes - before.checkpoint_bytes;
+    costs.chunks_asked_for += after.checkpoint_chunks_asked_for - before.checkpoint_chunks_asked_for;
+    costs.extra_seconds.push_back(with - without);
+    costs.call_seconds.push_back(call);
+    const std::uint64_t block = config.nvme.block_bytes;
+    report_at_rest(engine);
+    StorageBench fresh({.paths = {options.checkpoint},
+                        .bytes_per_path = std::max(block, costs.bytes / block * block),
+                        .block_bytes = block,
+                        .queue_depth = config.nvme.queue_depth,
+                        .backend = backend_from(engine.report().io_backend)});
+    const double written = fresh.prepare().seconds;
+    costs.raw_seconds.push_back(static_cast<double>(costs.bytes) / read.bytes_per_second() + written +
+                                fresh.flush_seconds());
+  }
+  return costs;
+}
+
 int measure(Options options, const Config& config, const std::shared_ptr<Communicator>& ranks) {
   for (std::string* file : {&options.json, &options.trace}) *file = on_first_rank(*ranks, *file);
   const gpt::GptShape shape = gpt::GptShape::from_file(options.model);
@@ -216,7 +315,11 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
   model.initialize();
   const Report plan = engine.report();
   std::unique_ptr<StorageBench> raw;
-  if (plan.nvme_stored_bytes > 0) raw = raw_transfers(config, plan);
+  std::optional<RawCommits> raw_commits;
+  if (plan.nvme_stored_bytes > 0) {
+    raw = raw_transfers(config, plan);
+    raw_commits.emplace(config, *raw);
+  }
 
   RunRecord record;
   record.steady_begin = plan;
@@ -233,7 +336,7 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
     if (raw && !quiet.at_rest) throw Error("the engine did not come to rest, so raw transfers would disturb it");
     ranks->barrier();  // ranks that share a drive measure it together, from the first byte to the last
     StorageBench::Result transferred;
-    if (raw && warm) transferred = raw->run(StorageBench::Pattern::rewrite);
+    if (raw && warm) transferred = raw_commits->rewrite();
     ranks->barrier();
     Report begin_report;
     double seconds = 0;
@@ -256,6 +359,8 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
     ratios.push_back(moved / raw_rates.back() / largest(from_all(*ranks, seconds)));
   }
   record.end = report_at_rest(engine);
+  std::optional<SaveCosts> saves;
+  if (!options.checkpoint.empty()) saves = measure_saves(options, config, engine, model, *raw);
   engine.settle();
   gather_seconds(*ranks, record);
   if (raw) {
@@ -279,6 +384,20 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
     rows.push_back({ranks->world_size() > 1 ? "raw mixed rate of all ranks, median" : "raw mixed rate, median",
                     rate_text(median(raw_rates))});
   }
+  if (raw && !raw_commits->seconds().empty())
+    rows.push_back({"flush and manifest of the raw transfers, median",
+                    fixed_text(median(raw_commits->seconds()) * 1e3, 1) + " ms, once for each step's bytes"});
+  if (saves) {
+    const auto range = [](const std::vector<double>& values) {
+      const auto [low, high] = std::minmax_element(values.begin(), values.end());
+      return fixed_text(median(values) * 1e3, 1) + " ms (" + fixed_text(*low * 1e3, 1) + " to " +
+             fixed_text(*high * 1e3, 1) + ")";
+    };
+    rows.push_back({"a checkpoint's bytes", base::format_size(saves->bytes)});
+    rows.push_back({"save_checkpoint returns after", range(saves->call_seconds)});
+    rows.push_back({"more time for the steps beside it", range(saves->extra_seconds)});
+    rows.push_back({"its bytes raw: read, written anew, flushed", range(saves->raw_seconds)});
+  }
   if (ranks->world_size() > 1)
     rows.push_back({"step, fastest and slowest rank", seconds_range(record.rank_step_seconds) + "; their drives busy " +
                                                           seconds_range(record.rank_nvme_seconds)});
@@ -292,6 +411,14 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
     out["efficiency"] = finite_or_null(efficiency);
     out["efficiency_pairs"] = ratios;
     out["raw_mixed_bytes_per_second"] = raw_rates;
+    if (raw) out["raw_commit_seconds"] = raw_commits->seconds();
+    if (saves) {
+      out["checkpoint"] = {{"bytes", saves->bytes},
+                           {"call_seconds", saves->call_seconds},
+                           {"extra_seconds", saves->extra_seconds},
+                           {"raw_seconds", saves->raw_seconds},
+                           {"chunks_asked_for", saves->chunks_asked_for}};
+    }
     out["model"] = options.model;
     out["micro_batches"] = options.micro_batches;
     out["seed"] = options.seed;
@@ -303,6 +430,8 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
 
 int run(const Options& options) {
   const Config config = options.engine.load();
+  if (!options.checkpoint.empty() && config.durability.every_steps != 1)
+    throw ConfigError("--checkpoint measures a save beside training, which needs durable steps: --set durability=step");
   return run_on_ranks(config,
                       [&](const std::shared_ptr<Communicator>& ranks) { return measure(options, config, ranks); });
 }
@@ -327,6 +456,10 @@ Command add_bench_step(CLI::App& bench) {
       ->type_name("S")
       ->check(whole_number())
       ->capture_default_str();
+  parser
+      ->add_option("--checkpoint", options->checkpoint,
+                   "Then also save checkpoints there while steps go on, and tell what that costs (durable steps)")
+      ->type_name("DIR");
   parser->add_option("--json", options->json, "Write all figures to FILE")->type_name("FILE");
   parser->add_option("--trace", options->trace, "Write a timeline for Perfetto to FILE")->type_name("FILE");
   return {parser, [options] { return run(*options); }};

@@ -180,13 +180,21 @@ void save_due(const Options& options, Engine& engine, std::uint64_t steps, bool 
   if (options.checkpoint.empty()) return;
   if (!last && (options.every == 0 || steps % static_cast<std::uint64_t>(options.every) != 0)) return;
   const std::string path = options.checkpoint + "/step-" + std::to_string(steps);
+  // Older ones are whole, and the run itself is not harmed: it goes on, but says so; what is saved last must be whole.
+  const auto warn = [&](const IoError& error) {
+    progress.finish();
+    std::fprintf(stderr, "ballast: warning: %s\n", error.what());
+  };
+  try {
+    engine.finish_checkpoint();  // the one before, which may have been written until now
+  } catch (const IoError& error) {
+    warn(error);
+  }
   try {
     engine.save_checkpoint(path, kCheckpointsKept);
   } catch (const IoError& error) {
-    // Older ones are whole, and the run itself is not harmed: it goes on, but says so, and fails at its end.
     if (last) throw;
-    progress.finish();
-    std::fprintf(stderr, "ballast: warning: %s\n", error.what());
+    warn(error);
   }
 }
 
@@ -222,7 +230,7 @@ void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt:
   }
   record->timed.add(timed_begin, engine.report(), steps - timed_from, timed_seconds);
   record->end = report_at_rest(engine);
-  engine.settle();  // the last step's pending updates may still fail
+  engine.settle();  // the last step's pending updates, and its checkpoint, may still fail
 }
 
 int train(Options options, const Config& config, const std::shared_ptr<Communicator>& ranks) {
@@ -279,7 +287,11 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
     run_steps(options, *ranks, engine, trainer, log, progress, &record);
   } catch (const Interrupted& interrupted) {
     progress.finish();
-    if (engine.committed_step()) engine.settle();  // nothing that was done is lost
+    try {
+      if (engine.committed_step()) engine.settle();  // nothing that was done is lost
+    } catch (const IoError& error) {
+      std::fprintf(stderr, "ballast: warning: %s\n", error.what());
+    }
     throw Interrupted(interrupted.signal(), " after step " + std::to_string(record.first_step + record.steps.size()));
   }
   gather_seconds(*ranks, record);

@@ -162,7 +162,7 @@ struct StorageBench::Implementation {
     }
     return count;
   }
-  Result pass(Pattern pattern) {
+  Result pass(Pattern pattern, std::uint64_t parts = 1, const std::function<void()>& between = {}) {
     BALLAST_CHECK(pattern != Pattern::write || own_files());
     Result result;
     const double cpu_before = cpu_seconds_so_far();
@@ -172,9 +172,22 @@ struct StorageBench::Implementation {
     for (Lane& lane : lanes) {
       orders.emplace_back(pattern, lane.blocks, options.run_blocks, options.queue_depth);
       lane.next_move = 0;
-      lane.end_move = orders.back().moves();
-      fill(lane, orders.back(), pattern);
     }
+    for (std::uint64_t part = 1; part <= parts; ++part) {
+      for (std::size_t i = 0; i < lanes.size(); ++i) {
+        lanes[i].end_move = orders[i].moves() * part / parts;
+        fill(lanes[i], orders[i], pattern);
+      }
+      move_all(orders, pattern, elapsed, &result.bytes);
+      if (between) between();
+    }
+    result.seconds = elapsed();
+    result.cpu_seconds = cpu_seconds_so_far() - cpu_before;
+    return result;
+  }
+  // Until nothing is left of what the lanes have to move.
+  template <class Elapsed>
+  void move_all(const std::vector<BlockOrder>& orders, Pattern pattern, const Elapsed& elapsed, std::uint64_t* bytes) {
     for (bool busy = true; busy;) {
       InterruptGuard::check();
       busy = false;
@@ -182,7 +195,7 @@ struct StorageBench::Implementation {
       for (std::size_t i = 0; i < lanes.size(); ++i) {
         Lane& lane = lanes[i];
         if (lane.opened.storage->outstanding() == 0) continue;
-        count += collect(lane, lanes.size() == 1, &result.bytes);
+        count += collect(lane, lanes.size() == 1, bytes);
         fill(lane, orders[i], pattern);
         busy = busy || lane.opened.storage->outstanding() > 0;
       }
@@ -190,9 +203,6 @@ struct StorageBench::Implementation {
       if (options.pass_seconds_max > 0 && elapsed() > options.pass_seconds_max)
         for (Lane& lane : lanes) lane.end_move = std::min(lane.end_move, std::max<std::uint64_t>(lane.next_move, 1));
     }
-    result.seconds = elapsed();
-    result.cpu_seconds = cpu_seconds_so_far() - cpu_before;
-    return result;
   }
 };
 
@@ -260,7 +270,9 @@ StorageBench::Result StorageBench::prepare() {
   return result;
 }
 
-StorageBench::Result StorageBench::run(Pattern pattern) { return implementation_->pass(pattern); }
+StorageBench::Result StorageBench::run(Pattern pattern, std::uint64_t parts, const std::function<void()>& between) {
+  return implementation_->pass(pattern, parts, between);
+}
 
 double StorageBench::flush_seconds() {
   const Clock::time_point begin = Clock::now();

@@ -6,6 +6,7 @@
 #include <ballast/io/open_storage.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -48,8 +49,9 @@ class StorageBench {
   };
   // Writes the whole of its own files for the first time; before any run(). Not flushed.
   Result prepare();
-  // One pass. Blocks read from its own files are checked to be those that were written (CorruptionError).
-  Result run(Pattern pattern);
+  // One pass. Blocks read from its own files are checked to be those that were written (CorruptionError). In so many
+  // equal parts, after each of which everything has ended and `between` is called; its time counts.
+  Result run(Pattern pattern, std::uint64_t parts = 1, const std::function<void()>& between = {});
   double flush_seconds();  // makes what was written durable
 
   std::string backend_name() const;

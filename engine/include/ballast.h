@@ -255,8 +255,10 @@ BALLAST_API ballast_status ballast_engine_step_count(ballast_engine* engine, bal
 BALLAST_API ballast_status ballast_engine_read_moments(ballast_engine* engine, ballast_parameter_id id,
                                                        int64_t first_element, float* exp_avg, float* exp_avg_sq,
                                                        size_t count);
-/* Between steps, on every rank. keep: of the step-N folders beside it that many stay, the newest (0: all). */
+/* Between steps, on every rank. keep: of the step-N folders beside it that many stay, the newest (0: all). With durable
+   steps it returns before it is written; finish_checkpoint waits for that, and returns what has kept it. */
 BALLAST_API ballast_status ballast_engine_save_checkpoint(ballast_engine* engine, const char* path, size_t keep);
+BALLAST_API ballast_status ballast_engine_finish_checkpoint(ballast_engine* engine);
 BALLAST_API ballast_status ballast_engine_layout_generation(const ballast_engine* engine, uint64_t* generation);
 BALLAST_API ballast_status ballast_engine_write_trace(const ballast_engine* engine, const char* path);
 /* The effective configuration as JSON, valid until the next call of this function. */

@@ -514,6 +514,10 @@ ballast_status ballast_engine_read_moments(ballast_engine* engine, ballast_param
         .value.read_moments(id_of(id), first_element, values_of(exp_avg, count), values_of(exp_avg_sq, count));
   });
 }
+ballast_status ballast_engine_finish_checkpoint(ballast_engine* engine) {
+  return guarded([&] { given(engine, "engine").value.finish_checkpoint(); });
+}
+
 ballast_status ballast_engine_save_checkpoint(ballast_engine* engine, const char* path, size_t keep) {
   return guarded([&] { given(engine, "engine").value.save_checkpoint(&given(path, "path"), keep); });
 }

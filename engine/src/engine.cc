@@ -178,6 +178,8 @@ GradientLease Engine::gradients(UnitId unit, Stream stream) { return implementat
 void Engine::save_checkpoint(const std::string& path, std::size_t keep) {
   implementation_->save_checkpoint(path, keep);
 }
+
+void Engine::finish_checkpoint() { implementation_->finish_checkpoint(); }
 void Engine::settle() { implementation_->settle(); }
 void Engine::read(ParameterId id, std::int64_t first_element, std::span<float> values) {
   implementation_->read(id, first_element, values);

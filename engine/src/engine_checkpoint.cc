@@ -4,11 +4,14 @@
 #include <ballast/base/check.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <exception>
 #include <optional>
 
 #include "chunk_values.h"
 #include "durable/checkpoints.h"
+#include "durable/chunk_writer.h"
 #include "engine_implementation.h"
 #include "extent_buffer.h"
 
@@ -20,70 +23,60 @@ using engine::Segment;
 
 namespace {
 
-// Writes chunk after chunk, the next being read while one is written.
-class ChunkWriter {
- public:
-  ChunkWriter(io::ChunkStore& store, std::uint64_t most_bytes)
-      : store_(store), first_(most_bytes), second_(most_bytes) {}
-  std::byte* next() {
-    current_ ^= 1U;
-    wait(current_);
-    return buffer();
-  }
-  void write(std::uint32_t chunk, std::uint64_t bytes) {
-    io::Transfer& transfer = transfers_[current_];
-    transfer = {};
-    transfer.direction = io::Direction::write;
-    transfer.chunk = chunk;
-    transfer.data = buffer();
-    transfer.bytes = bytes;
-    io::Transfer* const one = &transfer;
-    busy_[current_] = true;
-    store_.submit({&one, 1});
-  }
-  void finish() {
-    wait(0);
-    wait(1);
-  }
-
- private:
-  std::byte* buffer() { return current_ == 0 ? first_.data() : second_.data(); }
-  void wait(unsigned which) {
-    while (busy_[which]) {
-      std::array<io::Transfer*, 2> finished{};
-      const std::size_t count = store_.poll(finished, true);
-      for (std::size_t i = 0; i < count; ++i) {
-        busy_[finished[i] == &transfers_[1] ? 1 : 0] = false;
-        if (finished[i]->error_number == 0) continue;
-        throw IoError("writing " + store_.describe(*finished[i]) +
-                      " failed: " + std::strerror(finished[i]->error_number));
-      }
-    }
-  }
-
-  io::ChunkStore& store_;
-  engine::ExtentBuffer first_, second_;
-  std::array<io::Transfer, 2> transfers_;
-  std::array<bool, 2> busy_{};
-  unsigned current_ = 0;
-};
-
 std::uint64_t states_bytes(const ChunkLayout& chunk) { return chunk.parameter_bytes + chunk.optimizer_bytes(); }
 
 }  // namespace
 
-void EngineImplementation::save_checkpoint(const std::string& path, std::size_t keep) {
+void EngineImplementation::require_between_steps(const char* what) const {
   require_initialized();
+  if (step_.active || pass_.active) throw UsageError(std::string(what) + " within a step; it comes between two");
+}
+
+void EngineImplementation::save_checkpoint(const std::string& path, std::size_t keep) {
+  require_between_steps("save_checkpoint");
   if (path.empty()) throw UsageError("save_checkpoint without a path");
-  if (step_.active || pass_.active) throw UsageError("save_checkpoint within a step; it comes between two");
   if (!unit_communicators_.empty()) {
     throw UsageError(
         "save_checkpoint with units that have communicators of their own: no rank knows all units; commit "
         "durable steps instead, which each rank goes on from in place");
   }
-  settle();
-  // One copy of everything: of stage 0 the first rank's, else the first shard group's.
-  const bool holds = plan_.partition.all_shards ? plan_.rank == 0 : plan_.rank < plan_.partition.world_size;
+  if (committer_) {
+    save_beside_training(path, keep);
+  } else {
+    save_now(path, keep);
+  }
+}
+
+// One copy of everything: of stage 0 the first rank's, else the first shard group's.
+bool EngineImplementation::holds_checkpoint_part() const {
+  return plan_.partition.all_shards ? plan_.rank == 0 : plan_.rank < plan_.partition.world_size;
+}
+
+io::ChunkStoreOptions EngineImplementation::checkpoint_store(const std::string& folder) const {
+  io::ChunkStoreOptions options;
+  options.paths = {folder};
+  options.rank = plan_.rank;
+  options.storage.block_bytes = config_.nvme.block_bytes;
+  options.storage.queue_depth = config_.nvme.queue_depth;
+  options.run_identity = executor_->run_identity();
+  options.keep_on_close = true;
+  if (hooks_ != nullptr) options.storage_factory = hooks_->checkpoint_storage;
+  for (const ChunkLayout& chunk : plan_.layout.chunks) options.chunk_bytes.push_back(states_bytes(chunk));
+  return options;
+}
+
+// But for its chunks.
+engine::Manifest EngineImplementation::manifest_of_now() const {
+  engine::Manifest manifest;
+  manifest.step = steps_updated_;
+  manifest.loss_scale = loss_scaler_.state();
+  manifest.user_bytes = last_user_bytes_;
+  for (const UnitState& unit : units_) manifest.step_counts.push_back(unit.step_counts);
+  return manifest;
+}
+
+void EngineImplementation::save_now(const std::string& path, std::size_t keep) {
+  settle_updates();
   std::optional<CheckpointFolder> folder;
   std::string failure;
   const auto attempt = [&](const auto& work) {
@@ -101,7 +94,7 @@ void EngineImplementation::save_checkpoint(const std::string& path, std::size_t 
     if (plan_.rank == 0) folder.emplace(path);
   });
   attempt([&] {
-    if (holds) write_states(CheckpointFolder::unpublished(path));
+    if (holds_checkpoint_part()) write_states(CheckpointFolder::unpublished(path));
   });
   attempt([&] {
     if (plan_.rank != 0) return;
@@ -114,26 +107,14 @@ void EngineImplementation::save_checkpoint(const std::string& path, std::size_t 
 void EngineImplementation::write_states(const std::string& folder) {
   engine::StoredLayout layout = stored_layout();
   layout.path_count = 1;
-  io::ChunkStoreOptions options;
-  options.paths = {folder};
-  options.rank = plan_.rank;
-  options.storage.block_bytes = config_.nvme.block_bytes;
-  options.storage.queue_depth = config_.nvme.queue_depth;
-  options.run_identity = layout.run_identity = executor_->run_identity();
-  options.keep_on_close = true;
+  layout.run_identity = executor_->run_identity();
+  engine::Manifest manifest = manifest_of_now();
   std::uint64_t most = 0;
-  for (const ChunkLayout& chunk : plan_.layout.chunks) {
-    options.chunk_bytes.push_back(states_bytes(chunk));
-    most = std::max(most, states_bytes(chunk));
-  }
-  engine::Manifest manifest;
-  manifest.step = steps_updated_;
-  manifest.loss_scale = loss_scaler_.state();
-  manifest.user_bytes = last_user_bytes_;
-  for (const UnitState& unit : units_) manifest.step_counts.push_back(unit.step_counts);
+  for (const ChunkLayout& chunk : plan_.layout.chunks) most = std::max(most, states_bytes(chunk));
+  engine::ExtentBuffer first(most), second(most);
   {
-    io::ChunkStore store(std::move(options));
-    ChunkWriter writer(store, most);
+    io::ChunkStore store(checkpoint_store(folder));
+    engine::ChunkWriter writer(store, {first.data(), second.data()});
     for (std::uint32_t c = 0; c < plan_.layout.chunks.size(); ++c) {
       const ChunkLayout& chunk = plan_.layout.chunks[c];
       std::byte* const extent = writer.next();
@@ -148,6 +129,126 @@ void EngineImplementation::write_states(const std::string& folder) {
     store.flush();
   }
   engine::ManifestLog(io::make_small_files(folder), plan_.rank).publish(engine::encode_layout(layout), manifest);
+}
+
+// --- while training goes on ------------------------------------------------------------------------------------------
+
+void EngineImplementation::save_beside_training(const std::string& path, std::size_t keep) {
+  finish_checkpoint();
+  engine::CheckpointPart part;
+  std::string failure;
+  try {
+    if (plan_.rank == 0) part.folder = std::make_unique<CheckpointFolder>(path);
+  } catch (const IoError& error) {
+    failure = error.what();
+  }
+  if (!agree_all_good(failure.empty())) {
+    throw IoError("the checkpoint " + path + " is not written" +
+                  (failure.empty() ? ", as its folder could not be made" : ": " + failure));
+  }
+  part.alone = !several_ranks();
+  part.keep = keep;
+  part.layout = stored_layout();
+  part.layout.path_count = 1;
+  part.layout.run_identity = executor_->run_identity();
+  part.store = checkpoint_store(CheckpointFolder::unpublished(path));
+  part.holds = holds_checkpoint_part();
+  Lock lock(executor_->mutex());
+  executor_->wait(lock, [&] { return commits_pending_ == 0; });
+  part.manifest = manifest_of_now();
+  // A step that would not be committed by itself is. With several ranks some may have committed it already: none asks.
+  if (!committer_->pending() && committer_->committed_step() != steps_updated_) request_commit(last_user_bytes_);
+  save_path_ = path;
+  save_phase_ = SavePhase::copying;
+  save_in_place_ = false;
+  save_ = std::make_unique<engine::CheckpointSave>(*executor_, std::move(part));
+  committer_->copy_to(save_.get());
+  executor_->wake();
+}
+
+// Several ranks: what all of them have reached. With `wait`, to its end.
+void EngineImplementation::agree_on_save(bool wait) {
+  while (save_phase_ == SavePhase::copying || save_phase_ == SavePhase::publishing) {
+    const auto done = [&] { return save_phase_ == SavePhase::copying ? save_->copied() : save_->published(); };
+    std::array<double, 3> words{};
+    {
+      Lock lock(executor_->mutex());
+      if (wait) executor_->wait(lock, [&] { return done() || save_->ended(); });
+      words = {save_->failure() ? 1.0 : 0.0, done() ? 1.0 : 0.0, save_->put_in_place() ? 1.0 : 0.0};
+    }
+    sum_over_all(*save_communicator_, words);
+    if (words[0] > 0) {
+      save_phase_ = SavePhase::failed;
+      save_in_place_ = words[2] > 0;
+    } else if (words[1] == plan_.world_size && save_phase_ == SavePhase::copying) {
+      save_phase_ = SavePhase::publishing;
+      const Lock lock(executor_->mutex());
+      save_->publish();
+    } else if (words[1] == plan_.world_size) {
+      save_phase_ = SavePhase::published;
+    }
+    if (!wait) return;
+  }
+}
+
+// At the end of a step's decision, where all ranks come by.
+void EngineImplementation::watch_save() {
+  if (save_ && several_ranks()) agree_on_save(false);
+}
+
+void EngineImplementation::finish_checkpoint() {
+  require_between_steps("finish_checkpoint");
+  if (!save_) return;
+  bool committed = save_phase_ != SavePhase::copying;
+  if (!several_ranks()) {
+    const Lock lock(executor_->mutex());
+    committed = save_->begun();
+  }
+  if (!committed) settle_updates();
+  std::exception_ptr failure;
+  if (several_ranks()) agree_on_save(true);
+  {
+    Lock lock(executor_->mutex());
+    if (!several_ranks()) {
+      executor_->wait(lock, [&] { return save_->ended(); });
+      save_phase_ = save_->failure() ? SavePhase::failed : SavePhase::published;
+      save_in_place_ = save_->put_in_place();
+    }
+    failure = save_->failure();
+    committer_->copy_to(nullptr);
+  }
+  const std::unique_ptr<engine::CheckpointSave> over = std::move(save_);
+  if (save_phase_ == SavePhase::published) return;
+  const std::string text = "the checkpoint " + save_path_ + (save_in_place_ ? " is whole, but" : " is not written");
+  if (!failure) throw IoError(text + ", as another rank could not do its part");
+  try {
+    std::rethrow_exception(failure);
+  } catch (const IoError& error) {
+    throw IoError(text + ": " + error.what());
+  } catch (const CorruptionError& error) {
+    throw CorruptionError(text + ": " + error.what());
+  }
+}
+
+// With the engine.
+void EngineImplementation::end_save() noexcept {
+  if (!save_) return;
+  bool whole = !step_.active && !pass_.active && std::uncaught_exceptions() <= exceptions_before_;
+  try {
+    {
+      const Lock lock(executor_->mutex());
+      whole = whole && !executor_->failed(lock);
+    }
+    if (whole) finish_checkpoint();
+  } catch (const std::exception& error) {
+    if (environment_.log) environment_.log(LogLevel::error, error.what());
+  }
+  if (!save_) return;
+  {
+    const Lock lock(executor_->mutex());
+    committer_->copy_to(nullptr);
+  }
+  save_.reset();
 }
 
 // From the first of sources_ that is whole on every rank.

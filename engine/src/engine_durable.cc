@@ -153,8 +153,21 @@ bool EngineImplementation::same_place(const StoredLayout& there) const {
 
 bool EngineImplementation::agree_all_good(bool good) {
   double bad = good ? 0 : 1;
-  communicator_->all_reduce_sum({&bad, 1});
+  sum_over_all(*communicator_, {&bad, 1});
   return bad == 0;
+}
+
+// Where this rank's own failure has ended the communicator, it is that failure which is thrown.
+void EngineImplementation::sum_over_all(Communicator& communicator, std::span<double> values) {
+  try {
+    communicator.all_reduce_sum(values);
+  } catch (const CommunicationError&) {
+    if (executor_) {
+      const Lock lock(executor_->mutex());
+      executor_->check(lock);
+    }
+    throw;
+  }
 }
 
 // Where a committed run goes whose chunks lie otherwise than this one's, until it is loaded.
@@ -350,17 +363,15 @@ void EngineImplementation::begin_durable(std::optional<StoredRun> stored) {
     committer_ =
         std::make_unique<engine::StepCommitter>(*executor_, several_ranks() ? communicator_->duplicate() : nullptr,
                                                 manifest_log(), engine::encode_layout(layout), step);
+    if (several_ranks()) save_communicator_ = communicator_->duplicate();
   }
   if (!sources_.empty()) load_states();
 }
 
 // Under the mutex, right after the step's decision: what is said here is of after it.
 void EngineImplementation::request_commit(std::span<const std::byte> user_bytes) {
-  engine::Manifest manifest;
-  manifest.step = steps_updated_;
-  manifest.loss_scale = loss_scaler_.state();
+  engine::Manifest manifest = manifest_of_now();
   manifest.user_bytes.assign(user_bytes.begin(), user_bytes.end());
-  for (const UnitState& unit : units_) manifest.step_counts.push_back(unit.step_counts);
   committer_->request(std::move(manifest));
 }
 

@@ -15,10 +15,12 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "durable/checkpoint_save.h"
 #include "durable/manifest.h"
 #include "durable/step_committer.h"
 #include "durable/stored_state.h"
@@ -40,6 +42,7 @@ class EngineImplementation {
   void expect_order(std::vector<ExpectedAccess> accesses, int micro_batches);
   void commit(const CommitOptions& options);
   void save_checkpoint(const std::string& path, std::size_t keep);
+  void finish_checkpoint();
   const std::optional<ResumedStep>& resumed() const { return resumed_; }
   std::optional<std::uint64_t> committed_step() const;
   void initialize(const Engine::Fill& fill);
@@ -49,6 +52,7 @@ class EngineImplementation {
   ParameterLease acquire(UnitId unit, Stream stream);
   GradientLease gradients(UnitId unit, Stream stream);
   void settle();
+  void settle_updates();
   void read(ParameterId id, std::int64_t first_element, std::span<float> values);
   void read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg, std::span<float> exp_avg_sq);
   std::uint64_t step_count(ParameterId id) const;
@@ -201,8 +205,19 @@ class EngineImplementation {
   void load_states();
   void load_state(engine::StoredState& state);
   void finish_loading(const engine::StoredState& state, const std::string& path);
+  // Checkpoints (engine_checkpoint.cc).
+  void require_between_steps(const char* what) const;
+  bool holds_checkpoint_part() const;
+  io::ChunkStoreOptions checkpoint_store(const std::string& folder) const;
+  engine::Manifest manifest_of_now() const;
+  void save_now(const std::string& path, std::size_t keep);
+  void save_beside_training(const std::string& path, std::size_t keep);
+  void agree_on_save(bool wait);
+  void watch_save();
+  void end_save() noexcept;
   void write_states(const std::string& folder);
   bool agree_all_good(bool good);
+  void sum_over_all(Communicator& communicator, std::span<double> values);
   void request_commit(std::span<const std::byte> user_bytes);
   void finish_commit(Lock& lock);
   bool commits_step(std::uint64_t step) const { return plan_.durable && step % config_.durability.every_steps == 0; }
@@ -249,6 +264,7 @@ class EngineImplementation {
   std::shared_ptr<Communicator> communicator_;
   offload::MachineShare share_;
   int owner_process_ = 0;
+  int exceptions_before_ = 0;                         // that were on their way when the engine was made
   std::shared_ptr<Communicator> shard_communicator_;  // the ranks that hold one copy of everything together
   std::vector<UnitCommunicator> unit_communicators_;  // UnitSpec::communicator - 1 is the place
   std::vector<std::optional<double>> divisors_;       // per unit, as given
@@ -269,6 +285,13 @@ class EngineImplementation {
   std::vector<std::unique_ptr<offload::Stream>> streams_;
   std::unique_ptr<engine::Executor> executor_;
   std::unique_ptr<engine::StepCommitter> committer_;  // with durable steps
+  // A checkpoint on its way; with several ranks all have one or none, and have seen the same of it.
+  enum class SavePhase : std::uint8_t { copying, publishing, published, failed };
+  std::unique_ptr<engine::CheckpointSave> save_;
+  SavePhase save_phase_ = SavePhase::copying;
+  std::string save_path_;
+  bool save_in_place_ = false;                       // a failed one that is whole all the same
+  std::shared_ptr<Communicator> save_communicator_;  // several ranks: for words about it, on the callers' threads
   std::optional<ResumedStep> resumed_;
   // At commit: stored states to load from, the first that is whole; (step, paths).
   std::vector<std::pair<std::uint64_t, std::vector<std::string>>> sources_;

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 
 #include "chunk_values.h"
 #include "engine_implementation.h"
@@ -54,6 +55,7 @@ EngineImplementation::EngineImplementation(const Config& config, EngineEnvironme
     device_ = offload::make_host_device(options);
   }
   owner_process_ = ::getpid();
+  exceptions_before_ = std::uncaught_exceptions();
   const std::string& backend = config_.communication.backend;
   if (!environment_.communicator && backend != "auto" && backend != "single") {
     throw ConfigError("communication.backend is \"" + backend +
@@ -67,7 +69,12 @@ bool EngineImplementation::forked() const { return ::getpid() != owner_process_;
 
 EngineImplementation::~EngineImplementation() {
   // A forked child has none of the threads, and perhaps locked mutexes: what they work on is left where it is.
-  if (forked()) static_cast<void>(executor_.release());
+  if (forked()) {
+    static_cast<void>(save_.release());
+    static_cast<void>(committer_.release());
+    static_cast<void>(executor_.release());
+  }
+  end_save();
   if (executor_ && several_ranks()) {
     // Collectives that the other ranks have begun or will begin are joined; the communicator ends this wait at last.
     try {
@@ -417,7 +424,10 @@ Report EngineImplementation::report() {
   r.resident_fraction = plan_.resident_fraction;
   r.nvme_stored_bytes = executor_->stored_bytes();
   r.nvme_files = executor_->stored_files();
-  r.at_rest = executor_->at_rest(lock) && !(committer_ && committer_->busy());
+  r.at_rest =
+      executor_->at_rest(lock) && !(committer_ && committer_->busy()) && !(save_ != nullptr && save_->running());
+  r.checkpoint_bytes = executor_->copied_bytes(lock);
+  r.checkpoint_chunks_asked_for = executor_->chunks_copied_first(lock);
   for (int lane = 0; lane < kLaneCount; ++lane) {
     r.lanes[static_cast<std::size_t>(lane)] = executor_->lane_report(static_cast<Lane>(lane), lock);
   }
@@ -450,6 +460,8 @@ Report EngineImplementation::report() {
   add(r.host_memory, "fetch slots", plan_.fetch_slots * plan_.fetch_slot_bytes);
   add(r.host_memory, "update slots", plan_.update_slots * plan_.update_slot_bytes);
   add(r.host_memory, "gradient slots", plan_.gradient_slots * plan_.gradient_slot_bytes);
+  add(r.host_memory, "staging for committed steps", plan_.staging_bytes);
+  add(r.host_memory, "copies for checkpoints", plan_.copy_slots * plan_.copy_slot_bytes);
   return r;
 }
 

@@ -145,6 +145,8 @@ void EngineImplementation::update(std::span<const std::byte> user_bytes) {
   }
   top_up(lock);
   executor_->wake();
+  lock.unlock();
+  watch_save();
 }
 
 void EngineImplementation::discard() {
@@ -384,6 +386,11 @@ void EngineImplementation::force_updates(Lock& lock, std::uint32_t unit) {
 }
 
 void EngineImplementation::settle() {
+  settle_updates();
+  if (!step_.active && !pass_.active) finish_checkpoint();
+}
+
+void EngineImplementation::settle_updates() {
   require_initialized();
   Lock lock(executor_->mutex());
   executor_->wait(lock, [&] { return commits_pending_ == 0; });

@@ -108,7 +108,8 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
       gradient_bytes_(element_bytes(config.precision.gradients)),
       communicators_(std::move(communicators)),
       scheduler_(schedule_chunks(plan, gradient_bytes_), schedule_units(plan, gradient_bytes_), limits),
-      resident_chunks_(plan.layout.chunks.size()) {
+      resident_chunks_(plan.layout.chunks.size()),
+      held_(plan.layout.chunks.size()) {
   const int threads = config.threads.value_or(share.threads);
   pool_ = hooks && hooks->inline_pool ? offload::make_inline_pool() : offload::make_tbb_pool(threads, share.cpus);
   pool_serial_ = offload::make_inline_pool();
@@ -138,6 +139,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
     update_slots_ = take_slots("update slots", plan.update_slots * plan.update_slot_bytes);
     fetch_slots_ = take_slots("fetch slots", plan.fetch_slots * plan.fetch_slot_bytes);
     gradient_slots_ = take_slots("gradient slots", plan.gradient_slots * plan.gradient_slot_bytes);
+    copy_slots_ = take_slots("copies for checkpoints", plan.copy_slots * plan.copy_slot_bytes);
     for (const std::string& note : slab_->notes()) {
       if (log_) log_(LogLevel::info, note);
     }
@@ -196,13 +198,14 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
                         std::vector<std::uint8_t>(unit.parameters.size(), 0)});
   }
 
-  const std::size_t most = limits.reads + limits.writes + limits.copies_in + limits.copies_out + limits.cpu_tasks + 5;
+  const std::size_t most = limits.reads + limits.writes + limits.copies_in + limits.copies_out + limits.cpu_tasks + 6;
   batch_.resize(most);
   for (std::size_t i = 0; i < most; ++i) {
     works_.push_back(std::make_unique<Work>());
     free_works_.push_back(works_.back().get());
   }
   submitting_.reserve(most);
+  waiting_for_copies_.reserve(most);
   finished_.resize(most);
   completions_.reserve(most);
   completions_taken_.reserve(most);
@@ -333,7 +336,9 @@ bool Executor::collect() {
       any = true;
       for (std::size_t i = 0; i < count; ++i) {
         Work& work = *reinterpret_cast<Work*>(finished_[i]->tag);
-        if (finished_[i]->error_number != 0) fail_locked(transfer_failure(*finished_[i]));
+        if (finished_[i]->error_number != 0 && !(work.synchronous && work.fails_alone)) {
+          fail_locked(transfer_failure(*finished_[i]));
+        }
         if (work.synchronous) {
           work.done = true;
         } else {

@@ -32,6 +32,7 @@
 #include <thread>
 #include <vector>
 
+#include "durable/held_step.h"
 #include "durable/manifest.h"
 #include "durable/resident_chunks.h"
 #include "plan.h"
@@ -51,6 +52,8 @@ struct TestHooks {
   std::function<void(std::string_view stream, std::size_t bytes)> before_copy;
   bool inline_pool = false;
   std::shared_ptr<io::SmallFiles> small_files;  // of committed steps
+  // Of checkpoints that are saved while training goes on.
+  std::function<io::OpenedStorage(io::Backend, const io::StorageOptions&, const std::string&)> checkpoint_storage;
 };
 
 // The scalars of a unit's next update, by parameter. Written under the mutex while no update of the unit is under way.
@@ -158,6 +161,25 @@ class Executor {
   void stored_chunks(std::vector<StoredChunk>& chunks) const;
   void mark_committed(const Lock&) { committed_slot_ = current_slot_; }
   void flush_store() { store_->flush(); }
+
+  // --- a committed step that is copied to a checkpoint while training goes on: a write that falls due over a chunk's
+  // slot waits until the chunk has been read, and is what the copier does first -------------------------------------
+
+  // Under the mutex, before anything later than that step is written. None may be held.
+  void hold(std::span<const StoredChunk> chunks) { held_.hold(chunks); }
+  // The next chunk to be copied; false: none is left.
+  bool next_held(const Lock&, std::uint32_t* chunk, bool* asked) { return held_.next(chunk, asked); }
+  // Its states, one contiguous extent; then it is let go. Blocks; takes the mutex. Throws IoError, which fails the
+  // copy alone, or the latched failure.
+  void read_held(std::uint32_t chunk, std::byte* extent, io::Priority priority);
+  // CorruptionError where what was read is not what was committed.
+  void verify_copy(std::uint32_t chunk, const StoredChunk& stored, const std::byte* extent) const;
+  void let_go_all(const Lock&);
+  std::uint64_t chunks_copied_first(const Lock&) const { return held_.asked_count(); }
+  std::uint64_t copied_bytes(const Lock&) const { return copied_bytes_; }
+  // From the host's budget: for one chunk's states each.
+  std::span<std::byte> copy_memory() const;
+  std::vector<std::byte*> copy_buffers() const;
   const io::ChunkStore& store() const { return *store_; }
   const std::array<std::uint8_t, 16>& run_identity() const { return run_identity_; }
   template <class Predicate>
@@ -198,6 +220,7 @@ class Executor {
     std::uint64_t begin_ns = 0;
     io::Transfer transfer;
     bool synchronous = false;
+    bool fails_alone = false;  // its error is its caller's, not the engine's
     bool done = false;
   };
 
@@ -209,6 +232,7 @@ class Executor {
   bool start_ready();
   void start(const schedule::Action& action);
   void start_transfer(Work& work);
+  void wait_until_copied(Lock& lock, std::uint32_t chunk, std::uint32_t slot);
   void start_copy(Work& work);
   void start_collective(Work& work);
   void enqueue_collective(const schedule::Action& action, const UnitLayout& unit, offload::Stream& stream);
@@ -295,6 +319,10 @@ class Executor {
   std::vector<std::uint8_t> current_slot_, committed_slot_;
   ResidentChunks resident_chunks_;
   std::uint32_t writes_owed_ = 0;  // updates whose states have still to be written
+  HeldStep held_;
+  std::vector<Work*> waiting_for_copies_;  // writes
+  std::uint64_t copied_bytes_ = 0;
+  std::byte* copy_slots_ = nullptr;
   std::array<std::uint8_t, 16> run_identity_{};
   std::byte* staging_ = nullptr;
   std::vector<double> block_sums_;

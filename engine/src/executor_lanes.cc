@@ -140,6 +140,11 @@ void Executor::start_transfer(Work& work) {
   transfer.data = slot_address(action.slot_kind, action.slot);
   transfer.bytes = bytes_of(action);
   transfer.tag = reinterpret_cast<std::uintptr_t>(&work);
+  if (!read && !moves_gradient(action) && held_.holds(action.chunk, transfer.slot)) {
+    held_.ask_for(action.chunk);
+    waiting_for_copies_.push_back(&work);
+    return;
+  }
   submitting_.push_back(&transfer);
 }
 
@@ -346,8 +351,10 @@ void Executor::transfer_now(io::Direction direction, std::uint32_t chunk, std::u
                             std::byte* data, std::uint64_t bytes, io::Priority priority) {
   Lock lock(mutex_);
   check(lock);
+  if (direction == io::Direction::write) wait_until_copied(lock, chunk, slot);
   Work& work = take_work();
   work.synchronous = true;
+  work.fails_alone = false;
   work.done = false;
   work.transfer.direction = direction;
   work.transfer.priority = priority;
@@ -418,56 +425,6 @@ void Executor::save_chunk(std::uint32_t chunk, const std::byte* extent) {
   transfer_now(io::Direction::write, chunk, write_slot(chunk), 0, const_cast<std::byte*>(whole ? extent : optimizer),
                place.stored_bytes);
   current_slot_[chunk] = static_cast<std::uint8_t>(write_slot(chunk));
-}
-
-// --- durable steps ---------------------------------------------------------------------------------------------------
-
-void Executor::restore_chunk(std::uint32_t chunk, std::byte* extent, bool verify_all) {
-  const ChunkLayout& layout = plan_.layout.chunks[chunk];
-  const ChunkPlacement& place = plan_.placement[chunk];
-  if (place.stored_bytes == 0 || (!verify_all && !keeps_elsewhere(chunk))) return;
-  const std::uint32_t slot = current_slot_[chunk];
-  transfer_now(io::Direction::read, chunk, slot, 0, extent, place.stored_bytes);
-  verify_chunk(chunk, slot, extent, true, true);
-  if (std::byte* base = parameter_base(chunk)) copy_to_device(base, extent, layout.parameter_bytes);
-  if (std::byte* base = optimizer_base(chunk)) {
-    copy_to_device(base, extent + layout.parameter_bytes, layout.optimizer_bytes());
-  }
-}
-
-void Executor::write_resident(std::uint32_t chunk) {
-  const ChunkLayout& layout = plan_.layout.chunks[chunk];
-  const std::uint32_t slot = write_slot(chunk);
-  const auto write = [&](std::byte* base, std::uint64_t begin_bytes, std::uint64_t bytes, std::uint64_t* checksum) {
-    if (base == nullptr || bytes == 0) return;
-    const bool in_slab =
-        slab_ && base >= slab_->memory().data() && base < slab_->memory().data() + slab_->memory().size();
-    if (!in_slab || reinterpret_cast<std::uintptr_t>(base) % store_->alignment_bytes() != 0) {
-      BALLAST_CHECK(staging_ != nullptr && bytes <= plan_.staging_bytes);
-      copy_from_device(staging_, base, bytes);
-      base = staging_;
-    }
-    *checksum = offload::checksum(*pool_serial_, base, bytes);
-    {
-      const Lock lock(mutex_);
-      begin_span(Lane::nvme_write);
-    }
-    transfer_now(io::Direction::write, chunk, slot, begin_bytes, base, bytes, io::Priority::low);
-    const Lock lock(mutex_);
-    end_span(Lane::nvme_write, bytes);
-  };
-  write(parameter_base(chunk), 0, layout.parameter_bytes, &parameter_checksums_[chunk]);
-  write(optimizer_base(chunk), layout.parameter_bytes, layout.optimizer_bytes(), &optimizer_checksums_[chunk]);
-  if (plan_.placement[chunk].extent_bytes > 0) return;  // what lives on NVMe says when the slot is current
-  const Lock lock(mutex_);
-  current_slot_[chunk] = static_cast<std::uint8_t>(slot);
-}
-
-void Executor::stored_chunks(std::vector<StoredChunk>& chunks) const {
-  chunks.resize(current_slot_.size());
-  for (std::size_t c = 0; c < chunks.size(); ++c) {
-    chunks[c] = {current_slot_[c], parameter_checksums_[c], optimizer_checksums_[c]};
-  }
 }
 
 std::string Executor::backend_name() const { return store_ ? std::string(store_->backend_name()) : "none"; }

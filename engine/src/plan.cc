@@ -26,6 +26,8 @@ constexpr std::array<std::uint64_t, 7> kChunkElements = {1u << 20, 1u << 19, 1u 
 // Slots that keep a drive busy: fewer make the next smaller chunk size worth trying.
 constexpr std::uint64_t kComfortableUpdateSlots = 8;
 constexpr std::uint64_t kComfortableFetchSlots = 4;
+// One chunk of a checkpoint is read while another is written.
+constexpr std::uint64_t kCopySlots = 2;
 
 std::string kib(std::uint64_t bytes) { return std::to_string(base::ceil_div(bytes, kKiB)) + " KiB"; }
 
@@ -33,9 +35,12 @@ std::string kib(std::uint64_t bytes) { return std::to_string(base::ceil_div(byte
 struct Needs {
   std::uint64_t fixed_bytes = 0;  // stored gradients and resident states
   std::uint64_t fetch_slot_bytes = 0, update_slot_bytes = 0, gradient_slot_bytes = 0;
+  std::uint64_t copy_slot_bytes = 0;
   std::uint64_t fetch_chunks = 0, update_chunks = 0;
   std::uint64_t largest_unit_chunks = 0;  // of trainable chunks
-  std::uint64_t minimum() const { return fixed_bytes + fetch_slot_bytes + update_slot_bytes + gradient_slot_bytes; }
+  std::uint64_t minimum() const {
+    return fixed_bytes + fetch_slot_bytes + update_slot_bytes + gradient_slot_bytes + copy_slot_bytes;
+  }
 };
 
 class Planner {
@@ -160,6 +165,9 @@ class Planner {
           ++n.fetch_chunks;
           n.fetch_slot_bytes = std::max(n.fetch_slot_bytes, chunk.parameter_bytes);
         }
+        if (plan_.durable) {
+          n.copy_slot_bytes = std::max(n.copy_slot_bytes, chunk.parameter_bytes + chunk.optimizer_bytes());
+        }
         if (extent_bytes(c) + nvme_gradient > 0) {
           // Frozen chunks pass through an update slot only while they are initialised.
           ++n.update_chunks;
@@ -171,6 +179,7 @@ class Planner {
     n.fetch_slot_bytes = round_up(n.fetch_slot_bytes, std::max(kPage, inputs_.alignment_bytes));
     n.update_slot_bytes = round_up(n.update_slot_bytes, std::max(kPage, inputs_.alignment_bytes));
     n.gradient_slot_bytes = round_up(n.gradient_slot_bytes, std::max(kPage, inputs_.alignment_bytes));
+    n.copy_slot_bytes = round_up(n.copy_slot_bytes, std::max(kPage, inputs_.alignment_bytes));
     n.fixed_bytes = round_up(n.fixed_bytes, kPage) + staging_bytes();
     return n;
   }
@@ -191,7 +200,7 @@ class Planner {
       smallest = std::min(smallest, n.minimum());
       if (n.minimum() > config_.budget.host_bytes) continue;
       if (fits == 0) fits = elements;
-      const std::uint64_t comfortable = n.fixed_bytes + n.gradient_slot_bytes * 2 +
+      const std::uint64_t comfortable = n.fixed_bytes + n.gradient_slot_bytes * 2 + n.copy_slot_bytes * kCopySlots +
                                         n.update_slot_bytes * std::min(n.update_chunks, kComfortableUpdateSlots) +
                                         n.fetch_slot_bytes * std::min(n.fetch_chunks, kComfortableFetchSlots);
       if (comfortable <= config_.budget.host_bytes) return 0;
@@ -212,7 +221,8 @@ class Planner {
     const Needs n = needs();
     return format_size(n.fixed_bytes) + " of gradients and resident states and one slot each of " +
            format_size(n.update_slot_bytes) + " (update), " + format_size(n.fetch_slot_bytes) + " (fetch) and " +
-           format_size(n.gradient_slot_bytes) + " (gradient)";
+           format_size(n.gradient_slot_bytes) + " (gradient)" +
+           (n.copy_slot_bytes > 0 ? " and " + format_size(n.copy_slot_bytes) + " for checkpoints" : std::string());
   }
 
   // --- device -------------------------------------------------------------------------------------------------------
@@ -306,7 +316,8 @@ class Planner {
   std::uint64_t comfortable_slot_bytes(const Needs& n) const {
     const std::uint64_t per_unit = plan_.timing == Timing::eager ? 2 * n.largest_unit_chunks : 0;
     return n.update_slot_bytes * std::min(n.update_chunks, std::max<std::uint64_t>(24, per_unit)) +
-           n.fetch_slot_bytes * std::min<std::uint64_t>(n.fetch_chunks, 24) + n.gradient_slot_bytes * 4 + kPage;
+           n.fetch_slot_bytes * std::min<std::uint64_t>(n.fetch_chunks, 24) + n.gradient_slot_bytes * 4 +
+           n.copy_slot_bytes * kCopySlots + kPage;
   }
 
   template <class Bytes, class Take>
@@ -338,10 +349,12 @@ class Planner {
     plan_.fetch_slot_bytes = n.fetch_slot_bytes;
     plan_.update_slot_bytes = n.update_slot_bytes;
     plan_.gradient_slot_bytes = n.gradient_slot_bytes;
+    plan_.copy_slot_bytes = n.copy_slot_bytes;
     std::uint64_t left = config_.budget.host_bytes - n.minimum();
     std::uint64_t fetch = n.fetch_chunks > 0 ? 1 : 0;
     std::uint64_t update = n.update_chunks > 0 ? 1 : 0;
     std::uint64_t gradient = n.gradient_slot_bytes > 0 ? 1 : 0;
+    std::uint64_t copy = n.copy_slot_bytes > 0 ? 1 : 0;
     const auto grow = [&](std::uint64_t& count, std::uint64_t most, std::uint64_t bytes, std::uint64_t share) {
       if (bytes == 0 || count >= most) return;
       const std::uint64_t more = std::min(most - count, share / bytes);
@@ -354,6 +367,7 @@ class Planner {
     grow(fetch, std::min<std::uint64_t>(n.fetch_chunks, 2), n.fetch_slot_bytes, left);
     grow(gradient, 2, n.gradient_slot_bytes, left);
     grow(update, std::min<std::uint64_t>(n.update_chunks, 4), n.update_slot_bytes, left);
+    grow(copy, kCopySlots, n.copy_slot_bytes, left);
     grow(fetch, std::min<std::uint64_t>(n.fetch_chunks, 64), n.fetch_slot_bytes, left / 10);
     grow(gradient, 16, n.gradient_slot_bytes, left / 10);
     grow(update, n.update_chunks, n.update_slot_bytes, left);
@@ -361,6 +375,7 @@ class Planner {
     plan_.fetch_slots = static_cast<std::uint32_t>(fetch);
     plan_.update_slots = static_cast<std::uint32_t>(update);
     plan_.gradient_slots = static_cast<std::uint32_t>(gradient);
+    plan_.copy_slots = static_cast<std::uint32_t>(copy);
   }
 
   void finish() {
@@ -412,7 +427,7 @@ class Planner {
     p.staging_bytes = staging_bytes();
     p.host_bytes = round_up(p.host_gradient_bytes + p.host_parameter_bytes + p.host_optimizer_bytes, kPage) +
                    p.staging_bytes + p.fetch_slots * p.fetch_slot_bytes + p.update_slots * p.update_slot_bytes +
-                   p.gradient_slots * p.gradient_slot_bytes;
+                   p.gradient_slots * p.gradient_slot_bytes + p.copy_slots * p.copy_slot_bytes;
     p.device_bytes =
         p.device_parameter_bytes + p.device_optimizer_bytes + p.device_gradient_bytes + p.device_window_bytes;
     BALLAST_CHECK(p.host_bytes <= config_.budget.host_bytes);

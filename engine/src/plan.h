@@ -60,8 +60,11 @@ struct Plan {
   // An update slot holds what is on NVMe of a chunk: the states, then the gradient. A gradient slot holds a
   // contribution, or with gradients on NVMe the sum and behind it a contribution.
   std::uint64_t fetch_slot_bytes = 0, update_slot_bytes = 0, gradient_slot_bytes = 0;
+  // With durable steps: for chunks on their way to a checkpoint.
+  std::uint32_t copy_slots = 0;
+  std::uint64_t copy_slot_bytes = 0;
 
-  // Host slab, in this order: stored gradients, resident parameters, resident optimizer states, the three kinds of
+  // Host slab, in this order: stored gradients, resident parameters, resident optimizer states, the kinds of
   // slots.
   std::uint64_t host_gradient_bytes = 0, host_parameter_bytes = 0, host_optimizer_bytes = 0;
   std::uint64_t staging_bytes = 0;  // after those: for states of the device on their way to a committed step

@@ -6,12 +6,15 @@
 #include <ballast/base/error.h>
 #include <ballast/base/random.h>
 #include <ballast/io/testing/crash_disk.h>
+#include <ballast/io/testing/throttled_storage.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <map>
 #include <tuple>
 
+#include "durable/checkpoints.h"
+#include "durable/stored_state.h"
 #include "executor.h"
 #include "support/engine_support.h"
 #include "support/sanitizers.h"
@@ -38,6 +41,7 @@ struct Variant {
   int every = 1;
   int model = 0;
   bool poison = false;  // a step that is discarded
+  bool saves = false;   // checkpoints, on a drive that lives on; the numbers are the same
   auto key() const { return std::tuple(timing, placement, every, model, poison); }
 };
 
@@ -48,6 +52,7 @@ Variant make_variant(base::Random& random) {
   v.every = 1 + static_cast<int>(random.below(3) == 0 ? 1 : 0);
   v.model = static_cast<int>(random.below(2));
   v.poison = v.timing != Timing::eager && random.below(3) == 0;
+  v.saves = random.below(3) == 0;
   return v;
 }
 
@@ -83,6 +88,7 @@ SyntheticOptions options_of(const Variant& v) {
 struct Undisturbed {
   std::vector<double> losses;
   std::vector<float> values;
+  std::vector<std::vector<float>> values_after;  // of each step
 };
 
 const Undisturbed& undisturbed(const Variant& v, const std::string& directory) {
@@ -93,9 +99,37 @@ const Undisturbed& undisturbed(const Variant& v, const std::string& directory) {
   SyntheticTrainer trainer(engine, model_of(v), options_of(v));
   engine.commit();
   trainer.initialize();
-  for (int s = 0; s < kSteps; ++s) at->second.losses.push_back(trainer.step());
+  for (int s = 0; s < kSteps; ++s) {
+    at->second.losses.push_back(trainer.step());
+    at->second.values_after.push_back(trainer.values());
+  }
   at->second.values = trainer.values();
   return at->second;
+}
+
+// Of a checkpoint: parameters in the order of the trainer's values().
+std::vector<float> saved_values(const std::string& folder, std::uint64_t step) {
+  engine::StoredState state({folder}, step);
+  state.verify();
+  std::vector<float> all;
+  for (std::uint32_t u = 0; u < state.layout().units.size(); ++u) {
+    const auto& parameters = state.layout().units[u].parameters;
+    for (std::uint32_t p = 0; p < parameters.size(); ++p) {
+      all.resize(all.size() + parameters[p].elements);
+      state.read(u, p, 0, std::span(all).last(parameters[p].elements), {}, {});
+    }
+  }
+  return all;
+}
+
+// Empty, or what is wrong with the checkpoints that are in place.
+std::string check_saves(const std::string& folder, const Undisturbed& expected) {
+  for (const auto& [number, path] : engine::list_checkpoints(folder)) {
+    // By the trainer's steps, of which some are discarded.
+    const std::uint64_t step = engine::ManifestLog::steps_of(*io::make_small_files(path)).at(0);
+    if (saved_values(path, step) != expected.values_after[number - 1]) return path + " holds other values";
+  }
+  return "";
 }
 
 // Empty, or what went wrong.
@@ -113,6 +147,14 @@ std::string run_with_crashes(std::uint64_t seed, Carelessness careless = {}) {
   };
   hooks->small_files = disk.small_files();
   hooks->inline_pool = true;
+  const std::chrono::microseconds latency(random.below(4) * 700);
+  hooks->checkpoint_storage = [latency](io::Backend, const io::StorageOptions& options, const std::string&) {
+    io::OpenedStorage opened = io::open_storage(io::Backend::threads, options);
+    opened.storage = std::make_unique<io::testing::ThrottledStorage>(
+        std::move(opened.storage), io::testing::Throttle{.latency = latency}, options.wake);
+    return opened;
+  };
+  const std::string saves = directory.path() + "/saves";
   EngineEnvironment environment;
   environment.test_hooks = hooks;
   std::uint64_t committed = 0;
@@ -143,10 +185,13 @@ std::string run_with_crashes(std::uint64_t seed, Carelessness careless = {}) {
           if (loss != expected.losses[static_cast<std::size_t>(step)]) {
             return "the loss of step " + std::to_string(step) + " differs";
           }
+          if (v.saves && random.below(2) == 0) {
+            engine.save_checkpoint(saves + "/step-" + std::to_string(trainer.next_step()));
+          }
         }
         engine.settle();
         if (trainer.values() != expected.values) return "the final values differ";
-        return "";
+        return check_saves(saves, expected);
       } catch (const IoError& error) {
         failure = error.what();
       }

@@ -68,6 +68,10 @@ void check_sums(const Plan& plan, const Config& config) {
     EXPECT_LE(extent, plan.update_slots > 0 ? plan.update_slot_bytes : 0);
   }
   EXPECT_EQ(plan.host_parameter_bytes + plan.host_optimizer_bytes, host);
+  EXPECT_EQ(plan.copy_slots > 0, plan.durable);
+  for (const ChunkPlacement& place : plan.placement) {
+    EXPECT_LE(plan.durable ? place.stored_bytes : 0, plan.copy_slot_bytes);
+  }
 }
 
 TEST(PlanTest, TheSmallestBudgetsThatRefusalsNameAreExactForManyModels) {
@@ -89,6 +93,7 @@ TEST(PlanTest, TheSmallestBudgetsThatRefusalsNameAreExactForManyModels) {
         SCOPED_TRACE("seed " + std::to_string(seed) + (automatic ? " auto " : " nvme ") +
                      std::string(to_string(timing)));
         Config config = config_with(4096, 4096, automatic, timing);
+        config.durability.every_steps = seed % 2;
         std::string text;
         try {
           make_plan(model.units, config, model.inputs);

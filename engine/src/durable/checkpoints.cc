@@ -73,6 +73,7 @@ CheckpointFolder::~CheckpointFolder() {
     std::error_code ignored;  // what is left is removed by the next save
     std::filesystem::remove_all(unpublished(path_), ignored);
   }
+  static_cast<void>(::flock(lock_, LOCK_UN));  // also where a child of this process has inherited the descriptor
   ::close(lock_);
 }
 

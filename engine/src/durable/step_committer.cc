@@ -32,6 +32,14 @@ void StepCommitter::request(Manifest manifest) {
   executor_.notify_changed();
 }
 
+void StepCommitter::copy_to(CheckpointSave* save) {
+  save_ = save;
+  if (save_ == nullptr || request_ || committed_step_ != save_->step()) return;
+  std::vector<StoredChunk> chunks;
+  executor_.stored_chunks(chunks);
+  save_->begin(std::move(chunks));
+}
+
 void StepCommitter::run() {
   try {
     for (;;) {
@@ -70,6 +78,7 @@ void StepCommitter::commit(Executor::Lock& lock) {
   committed_step_ = manifest.step;
   request_.reset();
   expected_ = false;
+  if (save_ != nullptr && !save_->begun() && save_->step() == manifest.step) save_->begin(std::move(manifest.chunks));
   executor_.notify_changed();
 }
 

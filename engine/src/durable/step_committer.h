@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "durable/checkpoint_save.h"
 #include "durable/manifest.h"
 #include "executor.h"
 
@@ -34,6 +35,8 @@ class StepCommitter {
   // The manifest but for its chunks, of a step that has been decided just now. None may be pending.
   void request(Manifest manifest);
   bool pending() const { return request_.has_value(); }
+  // That save begins once its step is committed, at once where it is. Null: none. It outlives its being set here.
+  void copy_to(CheckpointSave* save);
   bool busy() const { return pending() || (expected_ && executor_.resident_chunks().any_updated()); }
   std::optional<std::uint64_t> committed_step() const { return committed_step_; }
 
@@ -49,6 +52,7 @@ class StepCommitter {
   bool stopping_ = false;
   std::optional<Manifest> request_;
   std::optional<std::uint64_t> committed_step_;
+  CheckpointSave* save_ = nullptr;
   std::thread thread_;
 };
 

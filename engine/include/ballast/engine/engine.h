@@ -269,18 +269,27 @@ class Engine {
   ParameterLease acquire(UnitId unit, Stream stream);  // ready on that stream; does not wait
   GradientLease gradients(UnitId unit, Stream stream);
 
-  void settle();  // runs all pending updates; with durable steps, until the last of them that is to be is committed
+  // Runs all pending updates; with durable steps, until the last of them that is to be is committed; and, between two
+  // steps, finish_checkpoint().
+  void settle();
   // Current values in fp32 (the exact master). Runs the unit's pending update first.
   void read(ParameterId id, std::int64_t first_element, std::span<float> values);
   // Optimizer states, for tests and export: step count, moments. Same order of elements as read().
   std::uint64_t step_count(ParameterId id);
   void read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg, std::span<float> exp_avg_sq);
 
-  // Between steps, on every rank: the state of now as a checkpoint, in a folder of that path, which all ranks see. Runs
-  // all pending updates and returns once it is durable; an interrupted save leaves an older one of that path as it was.
-  // keep: of the `step-N` folders beside it that many stay, the newest (0: all). IoError where it cannot be written:
-  // training can go on.
+  // Between steps, on every rank: the state of now as a checkpoint, in a folder of that path, which all ranks see. An
+  // interrupted save leaves an older one of that path as it was. keep: of the `step-N` folders beside it that many
+  // stay, the newest (0: all). IoError where it cannot be written: training can go on.
+  // With durable steps it returns soon: the step is committed, whatever the cadence, and copied while training goes on;
+  // nothing is written over it before. One that is under way is finished first; where that has failed its error is
+  // thrown, and nothing is saved.
+  // Without durable steps it runs all pending updates and returns once the checkpoint is durable.
   void save_checkpoint(const std::string& path, std::size_t keep = 0);
+  // Between steps, on every rank: until the checkpoint under way is in its place; at once where there is none. Throws
+  // what has kept it from that: IoError, CorruptionError. The engine's end does the same, and logs the error; it gives
+  // the checkpoint up where a step is running, an exception is on its way or the engine has failed.
+  void finish_checkpoint();
 
   Stream stream() const;  // the engine's own compute stream
   Stream make_stream(std::string_view name);

@@ -1,0 +1,132 @@
+// Durable steps and what is copied from them: states written on the way, slots, and the step that is held.
+// SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/check.h>
+#include <ballast/base/error.h>
+#include <ballast/offload/chunk_work.h>
+
+#include "executor.h"
+
+namespace ballast::engine {
+
+void Executor::restore_chunk(std::uint32_t chunk, std::byte* extent, bool verify_all) {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const ChunkPlacement& place = plan_.placement[chunk];
+  if (place.stored_bytes == 0 || (!verify_all && !keeps_elsewhere(chunk))) return;
+  const std::uint32_t slot = current_slot_[chunk];
+  transfer_now(io::Direction::read, chunk, slot, 0, extent, place.stored_bytes);
+  verify_chunk(chunk, slot, extent, true, true);
+  if (std::byte* base = parameter_base(chunk)) copy_to_device(base, extent, layout.parameter_bytes);
+  if (std::byte* base = optimizer_base(chunk)) {
+    copy_to_device(base, extent + layout.parameter_bytes, layout.optimizer_bytes());
+  }
+}
+
+void Executor::write_resident(std::uint32_t chunk) {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  const std::uint32_t slot = write_slot(chunk);
+  const auto write = [&](std::byte* base, std::uint64_t begin_bytes, std::uint64_t bytes, std::uint64_t* checksum) {
+    if (base == nullptr || bytes == 0) return;
+    const bool in_slab =
+        slab_ && base >= slab_->memory().data() && base < slab_->memory().data() + slab_->memory().size();
+    if (!in_slab || reinterpret_cast<std::uintptr_t>(base) % store_->alignment_bytes() != 0) {
+      BALLAST_CHECK(staging_ != nullptr && bytes <= plan_.staging_bytes);
+      copy_from_device(staging_, base, bytes);
+      base = staging_;
+    }
+    *checksum = offload::checksum(*pool_serial_, base, bytes);
+    {
+      const Lock lock(mutex_);
+      begin_span(Lane::nvme_write);
+    }
+    transfer_now(io::Direction::write, chunk, slot, begin_bytes, base, bytes, io::Priority::low);
+    const Lock lock(mutex_);
+    end_span(Lane::nvme_write, bytes);
+  };
+  write(parameter_base(chunk), 0, layout.parameter_bytes, &parameter_checksums_[chunk]);
+  write(optimizer_base(chunk), layout.parameter_bytes, layout.optimizer_bytes(), &optimizer_checksums_[chunk]);
+  if (plan_.placement[chunk].extent_bytes > 0) return;  // what lives on NVMe says when the slot is current
+  const Lock lock(mutex_);
+  current_slot_[chunk] = static_cast<std::uint8_t>(slot);
+}
+
+// --- a step that is copied -------------------------------------------------------------------------------------------
+
+void Executor::wait_until_copied(Lock& lock, std::uint32_t chunk, std::uint32_t slot) {
+  if (!held_.holds(chunk, slot)) return;
+  held_.ask_for(chunk);
+  changed_.wait(lock, [&] { return failure_ || !held_.holds(chunk, slot); });
+  check(lock);
+}
+
+void Executor::read_held(std::uint32_t chunk, std::byte* extent, io::Priority priority) {
+  Lock lock(mutex_);
+  check(lock);
+  Work& work = take_work();
+  work.synchronous = true;
+  work.fails_alone = true;
+  work.done = false;
+  io::Transfer* const transfer = &work.transfer;
+  transfer->direction = io::Direction::read;
+  transfer->priority = priority;
+  transfer->chunk = chunk;
+  transfer->slot = held_.slot(chunk);
+  transfer->begin_bytes = 0;
+  transfer->data = extent;
+  transfer->bytes = plan_.placement[chunk].stored_bytes;
+  transfer->tag = reinterpret_cast<std::uintptr_t>(&work);
+  store_->submit({&transfer, 1});
+  wake();
+  changed_.wait(lock, [&] { return work.done; });
+  const std::exception_ptr failure = transfer->error_number == 0 ? nullptr : transfer_failure(*transfer);
+  copied_bytes_ += transfer->error_number == 0 ? transfer->bytes : 0;
+  free_works_.push_back(&work);
+  held_.let_go(chunk);
+  std::erase_if(waiting_for_copies_, [&](Work* waiting) {
+    if (waiting->action.chunk != chunk) return false;
+    io::Transfer* const write = &waiting->transfer;
+    store_->submit({&write, 1});
+    return true;
+  });
+  changed_.notify_all();
+  wake();
+  check(lock);
+  if (failure) std::rethrow_exception(failure);
+}
+
+void Executor::let_go_all(const Lock&) {
+  held_.let_go_all();
+  for (Work* const waiting : waiting_for_copies_) {
+    io::Transfer* const write = &waiting->transfer;
+    store_->submit({&write, 1});
+  }
+  waiting_for_copies_.clear();
+  changed_.notify_all();
+  wake();
+}
+
+void Executor::verify_copy(std::uint32_t chunk, const StoredChunk& stored, const std::byte* extent) const {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  if (offload::checksum(*pool_serial_, extent, layout.parameter_bytes) == stored.parameter_checksum &&
+      offload::checksum(*pool_serial_, extent + layout.parameter_bytes, layout.optimizer_bytes()) ==
+          stored.optimizer_checksum) {
+    return;
+  }
+  throw corruption(chunk, stored.slot, "states");
+}
+
+std::span<std::byte> Executor::copy_memory() const { return {copy_slots_, plan_.copy_slots * plan_.copy_slot_bytes}; }
+
+std::vector<std::byte*> Executor::copy_buffers() const {
+  std::vector<std::byte*> buffers;
+  for (std::uint32_t i = 0; i < plan_.copy_slots; ++i) buffers.push_back(copy_slots_ + i * plan_.copy_slot_bytes);
+  return buffers;
+}
+
+void Executor::stored_chunks(std::vector<StoredChunk>& chunks) const {
+  chunks.resize(current_slot_.size());
+  for (std::size_t c = 0; c < chunks.size(); ++c) {
+    chunks[c] = {current_slot_[c], parameter_checksums_[c], optimizer_checksums_[c]};
+  }
+}
+
+}  // namespace ballast::engine
