@@ -280,8 +280,9 @@ TEST(StandInFailures, EachCallMayFailWhileFourRanksTrain) {
       const bool tells = !kGiveBack.contains(function) && !kMayFail.contains(function);
       std::uint64_t before_end = calls;
       for (const Ended& ended : plain) before_end = std::min(before_end, ended.calls.at(function));
-      // Watchdogs ask events by the clock, and go on asking when training has ended.
-      const std::uint64_t among = function == "cudaEventQuery" ? 1 : tells ? before_end : calls;
+      // Watchdogs ask by the clock, and go on asking when training has ended.
+      const bool by_clock = function == "cudaEventQuery" || function == "ncclCommGetAsyncError";
+      const std::uint64_t among = by_clock ? 1 : tells ? before_end : calls;
       for (const std::uint64_t nth : places(among, parts)) {
         // Both kinds of error by turns; NCCL reports by numbers of its own.
         const bool sticky = function == "execution" || (failures % 3 == 0 && !function.starts_with("nccl"));
