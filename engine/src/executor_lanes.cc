@@ -140,7 +140,7 @@ void Executor::start_transfer(Work& work) {
   transfer.data = slot_address(action.slot_kind, action.slot);
   transfer.bytes = bytes_of(action);
   transfer.tag = reinterpret_cast<std::uintptr_t>(&work);
-  if (!read && !moves_gradient(action) && held_.holds(action.chunk, transfer.slot)) {
+  if (!read && held_.holds(action.chunk, transfer.slot)) {
     held_.ask_for(action.chunk);
     waiting_for_copies_.push_back(&work);
     return;
