@@ -37,6 +37,11 @@ if(TARGET ballast)
     # A short part of what `tests/stress/run --minutes 30` does.
     add_test(NAME ranks_stress COMMAND ${PROJECT_SOURCE_DIR}/tests/stress/run --minutes 0.3 --seed 1 --timeout 20
                                        --build $<TARGET_FILE_DIR:ballast>)
+    # And of what `tests/stress/kill --kills 200` does.
+    add_test(NAME kill_stress COMMAND ${PROJECT_SOURCE_DIR}/tests/stress/kill --kills 6 --seed 1
+                                      --build $<TARGET_FILE_DIR:ballast>)
+    set_tests_properties(kill_stress PROPERTIES LABELS stress TIMEOUT 900 PROCESSORS 2
+                         ENVIRONMENT "${ballast_mpi_environment}")
     set_tests_properties(ranks_stress PROPERTIES LABELS stress TIMEOUT 600 PROCESSORS 2
                          ENVIRONMENT "${ballast_mpi_environment}")
   endif()

@@ -319,6 +319,7 @@ void EngineImplementation::finish_loading(const engine::StoredState& state, cons
   for (std::size_t u = 0; u < units_.size(); ++u) units_[u].step_counts = manifest.step_counts[u];
   if (state.layout().fingerprint != engine::kNoSettings) loss_scaler_.restore(manifest.loss_scale);
   steps_updated_ = manifest.step;
+  executor_->note_steps(steps_updated_);
   last_user_bytes_ = manifest.user_bytes;
   resumed_ = ResumedStep{manifest.step, manifest.user_bytes, path};
   initialized_ = true;

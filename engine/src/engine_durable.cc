@@ -255,17 +255,21 @@ std::optional<EngineImplementation::StoredRun> EngineImplementation::find_stored
                       "to \"step\" or {\"every\": N}, or name another path");
   }
 
-  // The newest step that is whole on every rank.
-  std::optional<std::uint64_t> chosen;
-  for (const std::uint64_t step : all) {
-    if (step == kNothing || (chosen && step <= *chosen)) continue;
-    bool everywhere = true;
-    for (std::size_t rank = 0; rank < ranks; ++rank) {
-      const auto begin = all.begin() + static_cast<std::ptrdiff_t>(kMost * rank);
-      everywhere = everywhere && std::find(begin, begin + kMost, step) != begin + kMost;
+  // The newest step below `limit` whose manifest every rank has.
+  const auto newest_below = [&](std::uint64_t limit) {
+    std::optional<std::uint64_t> found;
+    for (const std::uint64_t step : all) {
+      if (step == kNothing || step >= limit || (found && step <= *found)) continue;
+      bool everywhere = true;
+      for (std::size_t rank = 0; rank < ranks; ++rank) {
+        const auto begin = all.begin() + static_cast<std::ptrdiff_t>(kMost * rank);
+        everywhere = everywhere && std::find(begin, begin + kMost, step) != begin + kMost;
+      }
+      if (everywhere) found = step;
     }
-    if (everywhere) chosen = step;
-  }
+    return found;
+  };
+  const std::optional<std::uint64_t> chosen = newest_below(kNothing);
 
   // Checkpoints, newest first, as the first rank sees them.
   std::string texts;
@@ -302,8 +306,13 @@ std::optional<EngineImplementation::StoredRun> EngineImplementation::find_stored
     run.path = log->path(*chosen);
     run.state.run_identity = run.layout.run_identity;
     run.state.chunks = run.manifest.chunks;
-    run.newest = agree_all_good(damage.empty() && *chosen == steps.front());
-    if (!run.newest && environment_.log) {
+    if (const std::optional<std::uint64_t> older = newest_below(*chosen)) {
+      StoredLayout layout;
+      log->load(*older, &layout, &run.older.emplace());
+      if (!agree_all_good(same_place(layout))) run.older.reset();
+    }
+    const bool newest = agree_all_good(damage.empty() && *chosen == steps.front());
+    if (!newest && environment_.log) {
       environment_.log(LogLevel::warning, "going on from step " + std::to_string(*chosen) +
                                               ", as a later one is not whole on every rank" +
                                               (damage.empty() ? "" : ": " + damage));
@@ -335,6 +344,40 @@ std::optional<EngineImplementation::StoredRun> EngineImplementation::find_stored
   return std::nullopt;
 }
 
+// All of it is read and checked, as what a later, uncommitted step has written may lie over an older one, and damage is
+// better seen while that one is whole.
+void EngineImplementation::restore_stored_run(StoredRun& stored) {
+  std::uint64_t most = 0;
+  for (const engine::ChunkPlacement& place : plan_.placement) most = std::max(most, place.stored_bytes);
+  engine::ExtentBuffer extent(most);
+  const auto damage = [&](const engine::Manifest& manifest) -> std::string {
+    executor_->note_steps(manifest.step);
+    try {
+      for (std::uint32_t c = 0; c < plan_.layout.chunks.size(); ++c) executor_->restore_chunk(c, extent.data());
+    } catch (const CorruptionError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  std::string found = damage(stored.manifest);
+  if (agree_all_good(found.empty())) return;
+  const std::string newest = "step " + std::to_string(stored.manifest.step);
+  if (found.empty()) found = newest + " is not whole on another rank";
+  if (!stored.older) throw CorruptionError(found + "; there is no committed step before it to go on from");
+  stored.manifest = std::move(*stored.older);
+  stored.path = manifest_log().path(stored.manifest.step);
+  executor_->set_stored_chunks(stored.manifest.chunks);
+  const std::string older = damage(stored.manifest);
+  if (!agree_all_good(older.empty())) {
+    throw CorruptionError(found + "; nor is the committed step before it whole" +
+                          (older.empty() ? " on another rank" : ": " + older));
+  }
+  if (environment_.log) {
+    environment_.log(LogLevel::warning, "going on from step " + std::to_string(stored.manifest.step) + ", as " +
+                                            newest + " is damaged: " + found);
+  }
+}
+
 void EngineImplementation::begin_durable(std::optional<StoredRun> stored) {
   if (plan_.durable) {
     StoredLayout layout = stored_layout();
@@ -345,17 +388,12 @@ void EngineImplementation::begin_durable(std::optional<StoredRun> stored) {
     }
     std::optional<std::uint64_t> step;
     if (stored) {
+      restore_stored_run(*stored);
       step = stored->manifest.step;
-      std::uint64_t most = 0;
-      for (const engine::ChunkPlacement& place : plan_.placement) most = std::max(most, place.stored_bytes);
-      engine::ExtentBuffer extent(most);
-      // What was written after an older step may lie over it, so nothing of it is believed unseen.
-      for (std::uint32_t c = 0; c < plan_.layout.chunks.size(); ++c) {
-        executor_->restore_chunk(c, extent.data(), !stored->newest);
-      }
       for (std::size_t u = 0; u < units_.size(); ++u) units_[u].step_counts = stored->manifest.step_counts[u];
       loss_scaler_.restore(stored->manifest.loss_scale);
       steps_updated_ = stored->manifest.step;
+      executor_->note_steps(steps_updated_);
       last_user_bytes_ = stored->manifest.user_bytes;
       resumed_ = ResumedStep{stored->manifest.step, std::move(stored->manifest.user_bytes), std::move(stored->path)};
       initialized_ = true;

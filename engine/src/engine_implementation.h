@@ -192,7 +192,7 @@ class EngineImplementation {
     engine::Manifest manifest;
     engine::StoredChunks state;
     std::string path;
-    bool newest = true;  // no later step was found, damaged
+    std::optional<engine::Manifest> older;  // where every rank has it
   };
   engine::ManifestLog manifest_log() const;
   std::string moved_path(std::size_t path) const;
@@ -202,6 +202,7 @@ class EngineImplementation {
   void require_same_model(const engine::StoredLayout& there, const std::string& where) const;
   bool same_place(const engine::StoredLayout& there) const;
   void begin_durable(std::optional<StoredRun> stored);
+  void restore_stored_run(StoredRun& stored);
   void load_states();
   void load_state(engine::StoredState& state);
   void finish_loading(const engine::StoredState& state, const std::string& path);

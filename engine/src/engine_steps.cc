@@ -124,6 +124,7 @@ void EngineImplementation::update(std::span<const std::byte> user_bytes) {
   step_.decided = true;
   step_.active = false;
   ++steps_updated_;
+  executor_->note_steps(steps_updated_);
   loss_scaler_.good_step();
   for (UnitState& unit : units_) {
     unit.opened = false;

@@ -107,6 +107,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
                                                                 : kernels::ElementType::fp32),
       gradient_bytes_(element_bytes(config.precision.gradients)),
       communicators_(std::move(communicators)),
+      trusts_chunks_(hooks != nullptr && hooks->trusts_chunks),
       scheduler_(schedule_chunks(plan, gradient_bytes_), schedule_units(plan, gradient_bytes_), limits),
       resident_chunks_(plan.layout.chunks.size()),
       held_(plan.layout.chunks.size()) {
@@ -183,11 +184,7 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
   gradient_checksums_.resize(plan.layout.chunks.size());
   current_slot_.assign(plan.layout.chunks.size(), 0);
   committed_slot_.assign(plan.layout.chunks.size(), 1);  // so that initial values go to slot 0
-  for (std::size_t c = 0; stored != nullptr && c < plan.layout.chunks.size(); ++c) {
-    current_slot_[c] = committed_slot_[c] = stored->chunks[c].slot;
-    parameter_checksums_[c] = stored->chunks[c].parameter_checksum;
-    optimizer_checksums_[c] = stored->chunks[c].optimizer_checksum;
-  }
+  if (stored != nullptr) set_stored_chunks(stored->chunks);
   block_sums_.resize(plan.layout.blocks);
   std::size_t most_segments = 0;
   for (const ChunkLayout& chunk : plan.layout.chunks)

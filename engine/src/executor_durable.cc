@@ -8,13 +8,21 @@
 
 namespace ballast::engine {
 
-void Executor::restore_chunk(std::uint32_t chunk, std::byte* extent, bool verify_all) {
+void Executor::set_stored_chunks(std::span<const StoredChunk> chunks) {
+  for (std::size_t c = 0; c < plan_.layout.chunks.size(); ++c) {
+    current_slot_[c] = committed_slot_[c] = chunks[c].slot;
+    parameter_checksums_[c] = chunks[c].parameter_checksum;
+    optimizer_checksums_[c] = chunks[c].optimizer_checksum;
+  }
+}
+
+void Executor::restore_chunk(std::uint32_t chunk, std::byte* extent) {
   const ChunkLayout& layout = plan_.layout.chunks[chunk];
   const ChunkPlacement& place = plan_.placement[chunk];
-  if (place.stored_bytes == 0 || (!verify_all && !keeps_elsewhere(chunk))) return;
+  if (place.stored_bytes == 0) return;
   const std::uint32_t slot = current_slot_[chunk];
   transfer_now(io::Direction::read, chunk, slot, 0, extent, place.stored_bytes);
-  verify_chunk(chunk, slot, extent, true, true);
+  if (!is_whole(chunk, extent, true, true)) throw corruption(chunk, slot, "states");
   if (std::byte* base = parameter_base(chunk)) copy_to_device(base, extent, layout.parameter_bytes);
   if (std::byte* base = optimizer_base(chunk)) {
     copy_to_device(base, extent + layout.parameter_bytes, layout.optimizer_bytes());

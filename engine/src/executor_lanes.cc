@@ -223,6 +223,10 @@ std::string Executor::chunk_name(std::uint32_t chunk) const {
 }
 
 std::exception_ptr Executor::transfer_failure(const io::Transfer& transfer) const {
+  // The file ends before it: somebody has cut it.
+  if (transfer.direction == io::Direction::read && transfer.error_number == ENODATA) {
+    return std::make_exception_ptr(corruption(transfer.chunk, transfer.slot, "bytes"));
+  }
   return std::make_exception_ptr(IoError(
       std::string(transfer.direction == io::Direction::read ? "reading " : "writing ") + chunk_name(transfer.chunk) +
       " (" + std::to_string(transfer.bytes) + " bytes, " + store_->describe(transfer) + ") failed: " +
@@ -234,7 +238,7 @@ void Executor::verify_fetched(const Work& work) {
   const ChunkLayout& chunk = plan_.layout.chunks[work.action.chunk];
   const std::uint64_t found =
       offload::checksum(*pool_serial_, slot_address(work.action.slot_kind, work.action.slot), chunk.parameter_bytes);
-  if (found == parameter_checksums_[work.action.chunk]) return;
+  if (same_checksum(found, parameter_checksums_[work.action.chunk])) return;
   fail(std::make_exception_ptr(corruption(work.action.chunk, work.transfer.slot, "parameters")));
 }
 
@@ -269,10 +273,10 @@ void Executor::do_update(const Work& work) {
   const bool parameters_read = place.parameters == Tier::nvme;
   const bool optimizer_read = place.optimizer == Tier::nvme;
   std::byte* const optimizer = a.exp_avg - chunk.master_bytes;
-  if ((parameters_read &&
-       offload::checksum(*pool_, a.parameter, chunk.parameter_bytes) != parameter_checksums_[action.chunk]) ||
-      (optimizer_read &&
-       offload::checksum(*pool_, optimizer, chunk.optimizer_bytes()) != optimizer_checksums_[action.chunk])) {
+  if ((parameters_read && !same_checksum(offload::checksum(*pool_, a.parameter, chunk.parameter_bytes),
+                                         parameter_checksums_[action.chunk])) ||
+      (optimizer_read && !same_checksum(offload::checksum(*pool_, optimizer, chunk.optimizer_bytes()),
+                                        optimizer_checksums_[action.chunk]))) {
     throw corruption(action.chunk, current_slot_[action.chunk], "states");
   }
   if (place.gradient_extent_bytes > 0) verify_gradient(action.chunk, a.gradient, *pool_);
@@ -340,9 +344,12 @@ CorruptionError Executor::corruption(std::uint32_t chunk, std::uint32_t slot, co
   io::Transfer where;
   where.chunk = chunk;
   where.slot = slot;
-  return CorruptionError("the " + std::string(what) + " of " + chunk_name(chunk) + " read from " +
-                         store_->describe(where) +
-                         " are not what was written there; check the drive; the run cannot go on from here");
+  return CorruptionError(
+      "the " + std::string(what) + " of " + chunk_name(chunk) + " (" + std::to_string(steps_) +
+      " steps taken) read from " + store_->describe(where) + " are not what was written there; check the drive; " +
+      (plan_.durable ? "start again and resume: what is stored is checked then, and where the newest committed step is "
+                       "not whole, the one before it goes on"
+                     : "the run cannot go on from here"));
 }
 
 // --- whole chunks ----------------------------------------------------------------------------------------------------
@@ -391,20 +398,19 @@ void Executor::load_chunk(std::uint32_t chunk, std::byte* extent) {
   }
   if (const std::byte* base = parameter_base(chunk)) copy_from_device(extent, base, layout.parameter_bytes);
   if (const std::byte* base = optimizer_base(chunk)) copy_from_device(optimizer, base, layout.optimizer_bytes());
-  verify_chunk(chunk, slot, extent, place.parameters == Tier::nvme, place.optimizer == Tier::nvme);
-}
-
-void Executor::verify_chunk(std::uint32_t chunk, std::uint32_t slot, const std::byte* extent, bool parameters,
-                            bool optimizer) {
-  const ChunkLayout& layout = plan_.layout.chunks[chunk];
-  const bool good = (!parameters ||
-                     offload::checksum(*pool_serial_, extent, layout.parameter_bytes) == parameter_checksums_[chunk]) &&
-                    (!optimizer || offload::checksum(*pool_serial_, extent + layout.parameter_bytes,
-                                                     layout.optimizer_bytes()) == optimizer_checksums_[chunk]);
-  if (good) return;
+  if (is_whole(chunk, extent, place.parameters == Tier::nvme, place.optimizer == Tier::nvme)) return;
   fail(std::make_exception_ptr(corruption(chunk, slot, "states")));
   const Lock lock(mutex_);
   check(lock);
+}
+
+bool Executor::is_whole(std::uint32_t chunk, const std::byte* extent, bool parameters, bool optimizer) const {
+  const ChunkLayout& layout = plan_.layout.chunks[chunk];
+  return (!parameters || same_checksum(offload::checksum(*pool_serial_, extent, layout.parameter_bytes),
+                                       parameter_checksums_[chunk])) &&
+         (!optimizer ||
+          same_checksum(offload::checksum(*pool_serial_, extent + layout.parameter_bytes, layout.optimizer_bytes()),
+                        optimizer_checksums_[chunk]));
 }
 
 std::pair<std::uint64_t, std::uint64_t> Executor::checksums_of(const ChunkLayout& chunk, const std::byte* extent) {

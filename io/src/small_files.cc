@@ -4,6 +4,7 @@
 #include <ballast/io/small_files.h>
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -81,6 +82,11 @@ class DirectoryFiles final : public SmallFiles {
   }
 
   void write(const std::string& name, std::span<const std::byte> bytes) override {
+    // A file that would grow beyond its limit ends the process with a signal: refused before.
+    rlimit limit{};
+    if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes.size() > limit.rlim_cur) {
+      fail(path(name), "is larger than the limit on the size of files (ulimit -f)", EFBIG);
+    }
     Descriptor file = open(name, O_WRONLY | O_CREAT | O_TRUNC | O_NOCTTY | O_NONBLOCK, "written");
     while (!bytes.empty()) {
       const ssize_t count = ::write(file.get(), bytes.data(), bytes.size());

@@ -7,14 +7,10 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <linux/audit.h>
-#include <linux/filter.h>
 #include <linux/loop.h>
-#include <linux/seccomp.h>
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -27,51 +23,19 @@
 #include <thread>
 #include <vector>
 
-#include "support/io_support.h"
+#include "support/unkind_places.h"
 
 namespace ballast::io {
 namespace {
 
-constexpr int kMissing = 77;  // a child's answer: this place cannot show it
-
-// What a child found wrong goes to standard error, where the parent's output has it.
-struct Wrong : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-void expect(bool holds, const std::string& what) {
-  if (!holds) throw Wrong(what);
-}
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-void expect_child(const std::function<int()>& body, const char* missing) {
-  const int status = test::in_child(body, 120);
-  if (test::exited_with(status, kMissing)) GTEST_SKIP() << missing;
-  EXPECT_TRUE(test::exited_with(status, 0)) << "wait status " << status;
-}
-
-// From now on the given system calls end with error_number.
-void deny(std::initializer_list<long> calls, int error_number) {
-  std::vector<sock_filter> program;
-  program.push_back(BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)));
-  for (const long call : calls) {
-    program.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<std::uint32_t>(call), 0, 1));
-    program.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<std::uint32_t>(error_number)));
-  }
-  program.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW));
-  const sock_fprog filter{static_cast<unsigned short>(program.size()), program.data()};
-  expect(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "no_new_privs");
-  expect(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0, "seccomp");
-}
-
-// An ordinary user: root's capabilities would lift the limits.
-void become_ordinary() {
-  if (::geteuid() == 0) expect(::setresuid(65534, 65534, 65534) == 0, "setresuid");
-}
-
-void limit(__rlimit_resource resource, rlim_t value) {
-  const rlimit wanted{value, value};
-  expect(::setrlimit(resource, &wanted) == 0, "setrlimit");
-}
+using test::become_ordinary;
+using test::contains;
+using test::deny;
+using test::expect;
+using test::expect_child;
+using test::kMissing;
+using test::limit;
+using test::Wrong;
 
 void expect_store_works(const std::vector<std::string>& paths, Backend backend = Backend::automatic) {
   ChunkStoreOptions options;

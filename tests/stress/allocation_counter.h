@@ -17,4 +17,5 @@
 namespace ballast::testing {
 extern std::atomic<bool> count_allocations;
 extern std::atomic<std::uint64_t> allocations;
+extern std::atomic<std::uint64_t> largest_allocation;  // bytes of one; counted always
 }  // namespace ballast::testing

@@ -58,6 +58,12 @@ CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)), p
                                       : std::string(" cannot be locked: ") + std::strerror(why)));
   }
   try {
+    // What interrupted saves, of this step or another, have left: nobody else writes here now.
+    for (const std::string& name : io::make_small_files(parent_)->list()) {
+      const bool left = name.starts_with("step-") && name.ends_with(".new") &&
+                        name.find_first_not_of("0123456789", 5) == name.size() - 4;
+      if (left) remove_folder(parent_ + "/" + name);
+    }
     remove_folder(unpublished(path_));
     if (!std::filesystem::create_directory(unpublished(path_), error) || error) {
       throw IoError("checkpoint folder " + unpublished(path_) + " cannot be made: " + error.message());

@@ -97,14 +97,13 @@ const std::byte* StoredState::chunk_bytes(std::uint32_t rank, std::uint32_t chun
   }
   const std::uint64_t offset = what.offset_bytes + where.slot * what.slot_bytes;
   struct stat status;
-  if (::fstat(at->second, &status) != 0) {
-    throw IoError("chunk file " + file + " cannot be read: " + std::strerror(errno));
-  }
-  if (static_cast<std::uint64_t>(status.st_size) < what.stored_bytes() ||
-      static_cast<std::uint64_t>(status.st_size) - what.stored_bytes() < offset) {
-    throw CorruptionError("chunk file " + file + " has " + std::to_string(status.st_size) + " bytes, and chunk " +
-                          std::to_string(chunk) + " is " + std::to_string(what.stored_bytes()) + " at " +
-                          std::to_string(offset) + ": it is cut short");
+  if (::fstat(at->second, &status) != 0) throw IoError("chunk file " + file + ": " + std::strerror(errno));
+  const auto file_bytes = static_cast<std::uint64_t>(status.st_size);
+  if (offset > file_bytes || what.stored_bytes() > file_bytes - offset) {
+    throw CorruptionError("chunk " + std::to_string(chunk) + " of rank " + std::to_string(layout.rank) + " (unit " +
+                          layout.units[what.unit].name + ", step " + std::to_string(step()) + ") should lie in " +
+                          file + " at " + std::to_string(offset) + ", " + std::to_string(what.stored_bytes()) +
+                          " bytes, and the file ends at " + std::to_string(file_bytes));
   }
   held_.resize(what.stored_bytes());
   for (std::uint64_t done = 0; done < held_.size();) {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 
 namespace ballast::io::testing {
 namespace {
@@ -156,7 +157,7 @@ class CrashSmallFiles final : public SmallFiles {
   void rename(const std::string& from, const std::string& to) override {
     const std::lock_guard lock(disk_.mutex_);
     step(from);
-    if (disk_.careless_.no_rename) return;
+    if (disk_.careless_.no_rename || disk_.careless_.lost_rename) return;
     disk_.small_[to] = disk_.small_.at(from);
     disk_.small_.erase(from);
     changed();
@@ -257,12 +258,15 @@ void CrashDisk::restart() {
   crash_at_.reset();
 }
 
-void CrashDisk::damage(const std::string& name, std::uint64_t offset_bytes) {
+void CrashDisk::damage() {
   const std::lock_guard lock(mutex_);
-  File& file = files_.at(name);
-  if (offset_bytes >= file.durable.size()) return;
-  file.durable[offset_bytes] ^= std::byte{1};
-  file.seen[offset_bytes] ^= std::byte{1};
+  if (files_.empty()) return;
+  File& file = std::next(files_.begin(), static_cast<std::ptrdiff_t>(random_.below(files_.size())))->second;
+  if (file.durable.empty()) return;
+  const std::uint64_t at = random_.below(file.durable.size());
+  const auto bit = static_cast<std::byte>(1U << random_.below(8));
+  file.durable[at] ^= bit;
+  file.seen[at] ^= bit;
 }
 
 }  // namespace ballast::io::testing

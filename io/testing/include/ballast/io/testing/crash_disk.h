@@ -24,6 +24,7 @@ struct Carelessness {
   bool no_data_flush = false;   // flushes of chunk files do nothing
   bool no_small_flush = false;  // those of small files do nothing
   bool no_rename = false;       // small files are written in place
+  bool lost_rename = false;     // they keep the name that they were written under
 };
 
 // Thread-safe. Outlives the storages and small files that it hands out.
@@ -42,8 +43,8 @@ class CrashDisk {
   std::uint64_t steps() const;  // begun so far
   // What is left is what the next process finds.
   void restart();
-  // Flips a bit of what is durable in a chunk file.
-  void damage(const std::string& file, std::uint64_t offset_bytes);
+  // Flips a bit of what is durable in one of the chunk files, anywhere. After restart().
+  void damage();
 
  private:
   friend class CrashStorage;
