@@ -239,7 +239,7 @@ TEST(Crash, AnyMomentLosesNoCommittedStepAndTheRestIsTheSame) {
 // A bit that changes while the power is off: the numbers stay the same, or the run ends and says where.
 TEST(Crash, DamageIsNeverComputedWith) {
   const std::uint64_t first = number_from("BALLAST_CRASH_FIRST", 1);
-  const std::uint64_t seeds = number_from("BALLAST_CRASH_SEEDS", test::kSanitized ? 100 : 1000);
+  const std::uint64_t seeds = number_from("BALLAST_CRASH_SEEDS", test::kSanitized ? 50 : 500);
   for (std::uint64_t seed = first; seed < first + seeds; ++seed) {
     const Watchdog watchdog;
     ASSERT_EQ(run_with_crashes(seed, {.damage = true}), "")
@@ -384,7 +384,7 @@ std::string ranks_with_crashes(std::uint64_t seed) {
 
 TEST(Crash, RanksThatDieAtAnyMomentLeaveACommittedStepThatAllOfThemHave) {
   const std::uint64_t first = number_from("BALLAST_CRASH_FIRST", 1);
-  const std::uint64_t seeds = number_from("BALLAST_CRASH_SEEDS", test::kSanitized ? 40 : 300);
+  const std::uint64_t seeds = number_from("BALLAST_CRASH_SEEDS", test::kSanitized ? 20 : 150);
   for (std::uint64_t seed = first; seed < first + seeds; ++seed) {
     const Watchdog watchdog;
     ASSERT_EQ(ranks_with_crashes(seed), "")
