@@ -5,6 +5,8 @@
 #include <ballast/base/size.h>
 #include <ballast/io/chunk_store.h>
 #include <ballast/io/directories.h>
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -310,6 +312,23 @@ ChunkStore::ChunkStore(ChunkStoreOptions options)
     : implementation_(std::make_unique<Implementation>(std::move(options))) {}
 ChunkStore::~ChunkStore() = default;
 
+namespace {
+
+// Probes that were killed have left their files, which nobody holds. Whose file goes before it is locked makes another.
+void remove_old_probes(const std::string& directory) {
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
+    const std::string path = entry.path().string();
+    if (!entry.path().filename().string().starts_with("ballast-probe-")) continue;
+    const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+    if (descriptor < 0) continue;
+    if (::flock(descriptor, LOCK_EX | LOCK_NB) == 0) ::unlink(path.c_str());
+    ::close(descriptor);
+  }
+}
+
+}  // namespace
+
 std::uint64_t ChunkStore::probe_alignment_bytes(const std::vector<std::string>& paths) {
   std::uint64_t alignment = kUsualAlignmentBytes;
   MadeDirectories directories;
@@ -321,6 +340,7 @@ std::uint64_t ChunkStore::probe_alignment_bytes(const std::vector<std::string>& 
           directory + "/ballast-probe-" + std::to_string(::getpid()) + "-" + std::to_string(++count);
       // Another rank that probes the same directory may have made it, and remove it again before we are in; and yet
       // another may have made it anew by the time we look.
+      remove_old_probes(directory);
       std::optional<ChunkFile> opened;
       for (int tries = 0; !opened; ++tries) {
         directories.make(directory);

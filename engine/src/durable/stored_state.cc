@@ -103,7 +103,7 @@ const std::byte* StoredState::chunk_bytes(std::uint32_t rank, std::uint32_t chun
     throw CorruptionError("chunk " + std::to_string(chunk) + " of rank " + std::to_string(layout.rank) + " (unit " +
                           layout.units[what.unit].name + ", step " + std::to_string(step()) + ") should lie in " +
                           file + " at " + std::to_string(offset) + ", " + std::to_string(what.stored_bytes()) +
-                          " bytes, and the file ends at " + std::to_string(file_bytes));
+                          " bytes, and the file ends at " + std::to_string(file_bytes) + ": it is cut short");
   }
   held_.resize(what.stored_bytes());
   for (std::uint64_t done = 0; done < held_.size();) {
