@@ -43,7 +43,8 @@ ballast_add_test(checkpoint_save_test LABEL integration TIMEOUT 600 SOURCES inte
 target_include_directories(checkpoint_save_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
 ballast_add_test(durable_faults_test LABEL integration TIMEOUT 600 SOURCES integration/durable_faults_test.cc
   LIBRARIES ballast::engine ballast_io)
-ballast_add_test(manifest_test LABEL unit TIMEOUT 120 SOURCES unit/manifest_test.cc unit/held_step_test.cc stress/allocation_counter.cc
+ballast_add_test(manifest_test LABEL unit TIMEOUT 120 SOURCES unit/manifest_test.cc unit/held_step_test.cc
+  stress/allocation_counter.cc
   LIBRARIES ballast::engine ballast_io ballast_offload)
 target_include_directories(manifest_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
 ballast_add_test(safetensors_test LABEL unit TIMEOUT 120 SOURCES unit/safetensors_test.cc LIBRARIES ballast::engine)
