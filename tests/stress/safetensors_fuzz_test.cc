@@ -11,7 +11,6 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <iterator>
 #include <set>
@@ -217,8 +216,8 @@ TEST(SafetensorsFuzz, ManifestsAreReadOrRefused) {
   for_seeds("SafetensorsFuzz.ManifestsAreReadOrRefused", 50'000, [&](base::Random& random) {
     std::string text(reinterpret_cast<const char*>(bytes.data()), bytes.size() - 8);
     mutate(random, text);
-    std::vector<std::byte> changed(text.size());
-    std::memcpy(changed.data(), text.data(), text.size());
+    const auto* const first = reinterpret_cast<const std::byte*>(text.data());
+    std::vector<std::byte> changed(first, first + text.size());
     seal(changed);
     engine::StoredLayout found;
     engine::Manifest read;
@@ -249,8 +248,8 @@ TEST(SafetensorsFuzz, CheckpointsAreReadOrRefused) {
     } else {  // one of the numbers
       text[20 + random.below(text.size() - 20)] = static_cast<char>(random.below(256));
     }
-    std::vector<std::byte> changed(text.size());
-    std::memcpy(changed.data(), text.data(), text.size());
+    const auto* const first = reinterpret_cast<const std::byte*>(text.data());
+    std::vector<std::byte> changed(first, first + text.size());
     seal(changed);
     write_bytes(manifest, {reinterpret_cast<const char*>(changed.data()), changed.size()});
     try {
