@@ -391,7 +391,11 @@ void Executor::load_chunk(std::uint32_t chunk, std::byte* extent) {
   const ChunkLayout& layout = plan_.layout.chunks[chunk];
   const ChunkPlacement& place = plan_.placement[chunk];
   std::byte* optimizer = extent + layout.parameter_bytes;
-  const std::uint32_t slot = current_slot_[chunk];
+  std::uint32_t slot = 0;
+  {
+    const Lock lock(mutex_);  // a step may be being committed
+    slot = current_slot_[chunk];
+  }
   if (place.extent_bytes > 0) {
     transfer_now(io::Direction::read, chunk, slot, place.extent_begin_bytes,
                  place.parameters == Tier::nvme ? extent : optimizer, place.extent_bytes);
