@@ -108,26 +108,13 @@ engine::ManifestLog EngineImplementation::manifest_log() const {
 }
 
 StoredLayout EngineImplementation::stored_layout() const {
-  StoredLayout layout;
+  StoredLayout layout = engine::stored_parts(plan_.layout);
   layout.world_size = plan_.world_size;
   layout.rank = plan_.rank;
   layout.partition = plan_.partition;
   layout.path_count = static_cast<std::uint32_t>(config_.nvme.paths.size());
   layout.moments = config_.precision.moments;
   layout.fingerprint = fingerprint(config_);
-  for (const engine::UnitLayout& unit : plan_.layout.units) layout.units.push_back({unit.name, unit.parameters});
-  for (const engine::ChunkLayout& chunk : plan_.layout.chunks) {
-    const auto first = plan_.layout.segments.begin() + chunk.first_segment;
-    StoredLayout::Chunk& stored = layout.chunks.emplace_back();
-    stored.unit = chunk.unit;
-    stored.dtype = chunk.dtype;
-    stored.trainable = chunk.trainable;
-    stored.elements = chunk.elements;
-    stored.parameter_bytes = chunk.parameter_bytes;
-    stored.master_bytes = chunk.master_bytes;
-    stored.moment_bytes = chunk.moment_bytes;
-    stored.segments.assign(first, first + chunk.segment_count);
-  }
   return layout;
 }
 

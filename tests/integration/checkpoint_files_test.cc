@@ -56,16 +56,6 @@ std::vector<float> all_values(SafetensorsReader& reader, const CheckpointReader&
   return all;
 }
 
-template <class Error>
-std::string text_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
 class CheckpointFiles : public ::testing::Test {
  protected:
   // Trains and saves; returns the values at the end.

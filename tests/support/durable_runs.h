@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -53,16 +52,6 @@ inline Outcome run(const Config& config, const std::vector<SyntheticUnit>& model
     }
   }
   return result;
-}
-
-template <class Error>
-std::string text_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
 }
 
 }  // namespace ballast::testing

@@ -4,12 +4,24 @@
 
 #include <unistd.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "synthetic_trainer.h"
 
 namespace ballast::testing {
+
+// What that kind of error says.
+template <class Error>
+std::string text_of(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
 
 inline Config plain_config(const std::string& directory, Tier tier, Timing timing) {
   Config config;

@@ -118,6 +118,24 @@ void decode_layout(ByteReader& in, StoredLayout& layout) {
 
 }  // namespace
 
+StoredLayout stored_parts(const Layout& layout) {
+  StoredLayout stored;
+  for (const UnitLayout& unit : layout.units) stored.units.push_back({unit.name, unit.parameters});
+  for (const ChunkLayout& chunk : layout.chunks) {
+    const auto first = layout.segments.begin() + chunk.first_segment;
+    StoredLayout::Chunk& out = stored.chunks.emplace_back();
+    out.unit = chunk.unit;
+    out.dtype = chunk.dtype;
+    out.trainable = chunk.trainable;
+    out.elements = chunk.elements;
+    out.parameter_bytes = chunk.parameter_bytes;
+    out.master_bytes = chunk.master_bytes;
+    out.moment_bytes = chunk.moment_bytes;
+    out.segments.assign(first, first + chunk.segment_count);
+  }
+  return stored;
+}
+
 std::vector<std::byte> encode_layout(const StoredLayout& layout) {
   ByteWriter out;
   out.raw(std::as_bytes(std::span(layout.run_identity)));

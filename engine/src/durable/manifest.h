@@ -62,6 +62,9 @@ struct Manifest {
   std::vector<StoredChunk> chunks;
 };
 
+// The units and chunks of a layout, as they are stored; the rest is the caller's.
+StoredLayout stored_parts(const Layout& layout);
+
 // The layout's bytes never change within a run and are made once.
 std::vector<std::byte> encode_layout(const StoredLayout& layout);
 std::vector<std::byte> encode_manifest(std::span<const std::byte> layout, const Manifest& manifest);

@@ -194,7 +194,7 @@ class Importer {
 
  private:
   engine::StoredLayout stored_layout() {
-    engine::StoredLayout stored;
+    engine::StoredLayout stored = engine::stored_parts(layout_);
     for (std::size_t done = 0; done < stored.run_identity.size();) {
       const ssize_t count = ::getrandom(stored.run_identity.data() + done, stored.run_identity.size() - done, 0);
       if (count < 0 && errno != EINTR) throw IoError(std::string("no random bytes: ") + std::strerror(errno));
@@ -202,21 +202,8 @@ class Importer {
     }
     stored.fingerprint = engine::kNoSettings;
     std::size_t parameter = 0;
-    for (const engine::UnitLayout& unit : layout_.units) {
-      stored.units.push_back({unit.name, unit.parameters});
-      for (engine::ParameterLayout& each : stored.units.back().parameters) each.trainable = trainable_[parameter++];
-    }
-    for (const ChunkLayout& chunk : layout_.chunks) {
-      const auto first = layout_.segments.begin() + chunk.first_segment;
-      engine::StoredLayout::Chunk& out = stored.chunks.emplace_back();
-      out.unit = chunk.unit;
-      out.dtype = chunk.dtype;
-      out.trainable = chunk.trainable;
-      out.elements = chunk.elements;
-      out.parameter_bytes = chunk.parameter_bytes;
-      out.master_bytes = chunk.master_bytes;
-      out.moment_bytes = chunk.moment_bytes;
-      out.segments.assign(first, first + chunk.segment_count);
+    for (engine::StoredLayout::Unit& unit : stored.units) {
+      for (engine::ParameterLayout& each : unit.parameters) each.trainable = trainable_[parameter++];
     }
     return stored;
   }
