@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -176,10 +177,14 @@ std::string progress_line(std::uint64_t index, std::uint64_t done, std::uint64_t
 // Checkpoints that stay; each is whole by itself.
 constexpr std::size_t kCheckpointsKept = 3;
 
+std::string checkpoint_path(const Options& options, std::uint64_t steps) {
+  return options.checkpoint + "/step-" + std::to_string(steps);
+}
+
 void save_due(const Options& options, Engine& engine, std::uint64_t steps, bool last, Progress& progress) {
   if (options.checkpoint.empty()) return;
   if (!last && (options.every == 0 || steps % static_cast<std::uint64_t>(options.every) != 0)) return;
-  const std::string path = options.checkpoint + "/step-" + std::to_string(steps);
+  const std::string path = checkpoint_path(options, steps);
   // Older ones are whole, and the run itself is not harmed: it goes on, but says so; what is saved last must be whole.
   const auto warn = [&](const IoError& error) {
     progress.finish();
@@ -213,6 +218,10 @@ void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt:
   const std::size_t steady_from = warm_up_steps(steps), timed_from = steady_from + lead_in_steps(steps - steady_from);
   Report timed_begin = record->steady_begin;
   double timed_seconds = 0;
+  // A committed step may be gone on from whose checkpoint was never complete.
+  if (first > 0 && from_all(ranks, std::filesystem::exists(checkpoint_path(options, first)) ? 1 : 0).front() == 0) {
+    save_due(options, engine, first, steps == 0, progress);
+  }
   for (std::size_t i = 0; i < steps; ++i) {
     if (i == steady_from) record->steady_begin = report_at_rest(engine);
     if (i == timed_from) timed_begin = engine.report();
@@ -231,6 +240,13 @@ void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt:
   record->timed.add(timed_begin, engine.report(), steps - timed_from, timed_seconds);
   record->end = report_at_rest(engine);
   engine.settle();  // the last step's pending updates, and its checkpoint, may still fail
+}
+
+// A single checkpoint that was gone on from: later ones are put beside it, not into it.
+std::string folder_of_saves(const std::string& given, const std::optional<ResumedStep>& resumed) {
+  if (!resumed || given.empty() || resumed->path != given) return given;
+  const std::filesystem::path path = std::filesystem::path(given + "/").lexically_normal().parent_path();
+  return path.has_parent_path() ? path.parent_path().string() : ".";
 }
 
 int train(Options options, const Config& config, const std::shared_ptr<Communicator>& ranks) {
@@ -260,8 +276,8 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
   };
   Engine engine(config, environment);
   gpt::GptTrainer trainer(engine, shape, settings, data);
-  CommitOptions existing;
-  if (options.resume) existing = {ExistingRun::resume, options.checkpoint};
+  CommitOptions existing = {ExistingRun::refuse, options.checkpoint};
+  if (options.resume) existing.existing = ExistingRun::resume;
   if (options.overwrite) existing.existing = ExistingRun::overwrite;
   engine.commit(existing);
   RunRecord record;
@@ -278,6 +294,7 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
       fill(parameter, first, values);
     });
   }
+  options.checkpoint = folder_of_saves(options.checkpoint, record.resumed_from);
   record.tokens_per_step = trainer.tokens_per_step();
   const Report plan = engine.report();
   print_opening(options, plan, *data, trainer);

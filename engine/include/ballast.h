@@ -120,17 +120,17 @@ BALLAST_API ballast_status ballast_engine_expect_order(ballast_engine* engine, c
                                                        size_t count, int micro_batches);
 BALLAST_API ballast_status ballast_engine_commit(ballast_engine* engine);
 
-/* What to do where nvme.paths hold a committed run. */
+/* What to do where nvme.paths hold a committed run, or ballast_commit_options.checkpoints any. */
 typedef enum ballast_existing_run {
-  BALLAST_EXISTING_REFUSE = 0, /* BALLAST_ERROR_CONFIG */
-  BALLAST_EXISTING_RESUME = 1, /* go on from its newest committed step; where there is none, begin */
-  BALLAST_EXISTING_OVERWRITE = 2
+  BALLAST_EXISTING_REFUSE = 0,   /* BALLAST_ERROR_CONFIG */
+  BALLAST_EXISTING_RESUME = 1,   /* go on from the newest; where there is none, begin */
+  BALLAST_EXISTING_OVERWRITE = 2 /* remove them */
 } ballast_existing_run;
 
 typedef struct ballast_commit_options {
   size_t struct_size;
   ballast_existing_run existing;
-  const char* checkpoints; /* resuming: a checkpoint or a folder of such, seen by all ranks; null: none */
+  const char* checkpoints; /* the folder that is saved to (resuming: or one checkpoint), seen by all; null: none */
 } ballast_commit_options;
 
 /* As ballast_engine_commit. Options may be null. */

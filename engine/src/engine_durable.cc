@@ -179,6 +179,31 @@ void EngineImplementation::move_stored_run() {
   }
 }
 
+// Before this run saves its own beside them: it could not be told from them which run is which.
+void EngineImplementation::meet_checkpoints(const CommitOptions& options) {
+  const std::string& folder = options.checkpoints;
+  std::uint64_t newest = UINT64_MAX;
+  std::string failure;
+  if (communicator_->rank() == 0) {
+    try {
+      if (options.existing == ExistingRun::resume) engine::tidy_checkpoints(folder);
+      if (options.existing == ExistingRun::overwrite) engine::remove_checkpoints(folder);
+      if (const auto there = engine::list_checkpoints(folder); !there.empty()) newest = there.front().first;
+    } catch (const IoError& error) {
+      failure = error.what();
+    }
+  }
+  if (!agree_all_good(failure.empty())) {
+    throw IoError(failure.empty() ? "the folder of checkpoints " + folder + " cannot be made ready by the first rank"
+                                  : failure);
+  }
+  communicator_->broadcast(std::as_writable_bytes(std::span(&newest, 1)), 0);
+  if (options.existing != ExistingRun::refuse || newest == UINT64_MAX) return;
+  throw ConfigError("folder " + folder + " holds checkpoints of a run, the newest of step " + std::to_string(newest) +
+                    "; go on from it, say that they may be overwritten (ballast train: --resume, --overwrite), or name "
+                    "another folder");
+}
+
 // Every rank finds the same, or all of them throw. A run that is gone on from in place is returned; one that has to be
 // loaded is left in sources_.
 std::optional<EngineImplementation::StoredRun> EngineImplementation::find_stored_run(const CommitOptions& options) {
@@ -223,6 +248,7 @@ std::optional<EngineImplementation::StoredRun> EngineImplementation::find_stored
     if (!moved.empty()) moved_step = moved.front();
   }
   communicator_->broadcast(std::as_writable_bytes(std::span(&moved_step, 1)), 0);
+  if (!options.checkpoints.empty()) meet_checkpoints(options);
 
   if (!resume) {
     if (!any && moved_step == kNothing) return std::nullopt;

@@ -197,6 +197,7 @@ class EngineImplementation {
   engine::ManifestLog manifest_log() const;
   std::string moved_path(std::size_t path) const;
   std::optional<StoredRun> find_stored_run(const CommitOptions& options);
+  void meet_checkpoints(const CommitOptions& options);
   void move_stored_run();
   engine::StoredLayout stored_layout() const;
   void require_same_model(const engine::StoredLayout& there, const std::string& where) const;

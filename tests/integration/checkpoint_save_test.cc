@@ -174,6 +174,15 @@ TEST_F(CheckpointSaving, ReturnsBeforeItIsWrittenAndOneIsFinishedBeforeTheNextBe
   run.engine.settle();
   EXPECT_FALSE(std::filesystem::exists(saved("k", 3)));
   EXPECT_EQ(engine::list_checkpoints(path_ + "/k").size(), 2U);
+  // What has just been saved is kept, whatever lies beside it.
+  std::filesystem::create_directory(saved("k", 90));
+  std::filesystem::create_directory(saved("k", 80));
+  run.trainer.step();
+  run.engine.save_checkpoint(saved("k", 6), 2);
+  run.engine.settle();
+  EXPECT_TRUE(std::filesystem::exists(saved("k", 6)));
+  EXPECT_TRUE(std::filesystem::exists(saved("k", 90)));
+  EXPECT_EQ(engine::list_checkpoints(path_ + "/k").size(), 2U);
 }
 
 TEST_F(CheckpointSaving, AFailingDriveHarmsNeitherTheRunNorOlderOnesAndIsToldAtTheNextCall) {

@@ -176,6 +176,45 @@ TEST_F(Training, GoesOnFromTheCommittedStepAndFromACheckpoint) {
   const auto from_save = out({"--steps", "6", "--resume", "--checkpoint", saves + "/step-3"});
   EXPECT_EQ(from_save["first_step"], 3);
   EXPECT_EQ(from_save["losses"].get<std::vector<double>>(), std::vector<double>(all.begin() + 3, all.end()));
+  EXPECT_TRUE(std::filesystem::exists(saves + "/step-6"));  // beside the one it went on from
+}
+
+TEST_F(Training, AResumeMakesUpForTheCheckpointThatAnInterruptionTook) {
+  const std::string saves = scratch_.path() + "/saves";
+  const auto again = [&](const std::string& steps, const std::vector<std::string>& expected) {
+    const CommandResult result = run_command(train(
+        "nvme", {"--steps", steps, "--set", "durability=step", "--resume", "--checkpoint", saves, "--every", "2"}));
+    EXPECT_EQ(result.status, 0) << result.error;
+    std::set<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(saves)) names.insert(entry.path().filename());
+    EXPECT_EQ(names, std::set<std::string>(expected.begin(), expected.end()));
+  };
+  again("4", {"step-2", "step-4"});
+  std::filesystem::rename(saves + "/step-4", saves + "/step-4.new");
+  again("4", {"step-2", "step-4"});  // with no step left to make
+  std::filesystem::rename(saves + "/step-4", saves + "/step-4.new");
+  again("5", {"step-2", "step-4", "step-5"});
+  std::filesystem::create_directory(saves + "/step-2.new");  // killed while an old one was removed
+  again("5", {"step-2", "step-4", "step-5"});
+}
+
+TEST_F(Training, NeverSavesBesideTheCheckpointsOfAnotherRun) {
+  const std::string saves = scratch_.path() + "/saves";
+  const auto to = [&](const std::string& steps, const Arguments& more = {}) {
+    Arguments arguments = {"--steps", steps, "--checkpoint", saves};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return run_command(train("host", arguments));
+  };
+  EXPECT_EQ(to("4").status, 0);
+  const CommandResult refused = to("2");
+  EXPECT_EQ(refused.status, 2);
+  ASSERT_EQ(refused.error_lines().size(), 1u);
+  EXPECT_THAT(refused.error,
+              AllOf(HasSubstr(saves), HasSubstr("step 4"), HasSubstr("--resume"), HasSubstr("--overwrite")));
+  EXPECT_TRUE(std::filesystem::exists(saves + "/step-4"));
+  EXPECT_EQ(to("2", {"--overwrite"}).status, 0);
+  EXPECT_FALSE(std::filesystem::exists(saves + "/step-4"));
+  EXPECT_TRUE(std::filesystem::exists(saves + "/step-2"));
 }
 
 TEST_F(Training, EndsWithATableForPeople) {

@@ -42,45 +42,58 @@ bool has_all_ranks(const std::shared_ptr<io::SmallFiles>& files, std::uint64_t s
   return ranks.size() >= holders && ranks[holders - 1] == holders - 1;
 }
 
+// What interrupted saves, of any step, have left. The folder is locked.
+void remove_interrupted(const std::string& directory) {
+  for (const std::string& name : io::make_small_files(directory)->list()) {
+    const bool left = name.starts_with("step-") && name.ends_with(".new") &&
+                      name.find_first_not_of("0123456789", 5) == name.size() - 4;
+    if (left) remove_folder(directory + "/" + name);
+  }
+}
+
+// By another name first: a folder that is half removed must not look like a checkpoint.
+void remove_checkpoint(const std::string& path) {
+  const std::string going = CheckpointFolder::unpublished(path);
+  remove_folder(going);
+  if (std::rename(path.c_str(), going.c_str()) != 0) {
+    throw IoError("old checkpoint " + path + " cannot be removed: " + std::strerror(errno));
+  }
+  remove_folder(going);
+}
+
 }  // namespace
 
+FolderLock::FolderLock(const std::string& folder)
+    : descriptor_(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+  if (descriptor_ < 0) throw IoError("checkpoint folder " + folder + " cannot be opened: " + std::strerror(errno));
+  if (::flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return;
+  const int why = errno;
+  ::close(descriptor_);
+  throw IoError("checkpoint folder " + folder +
+                (why == EWOULDBLOCK ? " is being written to by another run; give each a folder of its own"
+                                    : std::string(" cannot be locked: ") + std::strerror(why)));
+}
+
+FolderLock::~FolderLock() {
+  static_cast<void>(::flock(descriptor_, LOCK_UN));  // also where a child of this process has inherited the descriptor
+  ::close(descriptor_);
+}
+
 CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)), parent_(parent_of(path_)) {
+  make_folder(parent_);
+  lock_.emplace(parent_);
+  remove_interrupted(parent_);
+  remove_folder(unpublished(path_));
   std::error_code error;
-  std::filesystem::create_directories(parent_, error);
-  if (error) throw IoError("checkpoint folder " + parent_ + " cannot be made: " + error.message());
-  lock_ = ::open(parent_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (lock_ < 0) throw IoError("checkpoint folder " + parent_ + " cannot be opened: " + std::strerror(errno));
-  if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
-    const int why = errno;
-    ::close(lock_);
-    throw IoError("checkpoint folder " + parent_ +
-                  (why == EWOULDBLOCK ? " is being written to by another run; give each a folder of its own"
-                                      : std::string(" cannot be locked: ") + std::strerror(why)));
-  }
-  try {
-    // What interrupted saves, of this step or another, have left: nobody else writes here now.
-    for (const std::string& name : io::make_small_files(parent_)->list()) {
-      const bool left = name.starts_with("step-") && name.ends_with(".new") &&
-                        name.find_first_not_of("0123456789", 5) == name.size() - 4;
-      if (left) remove_folder(parent_ + "/" + name);
-    }
-    remove_folder(unpublished(path_));
-    if (!std::filesystem::create_directory(unpublished(path_), error) || error) {
-      throw IoError("checkpoint folder " + unpublished(path_) + " cannot be made: " + error.message());
-    }
-  } catch (...) {
-    ::close(lock_);
-    throw;
+  if (!std::filesystem::create_directory(unpublished(path_), error) || error) {
+    throw IoError("checkpoint folder " + unpublished(path_) + " cannot be made: " + error.message());
   }
 }
 
 CheckpointFolder::~CheckpointFolder() {
-  if (!published_) {
-    std::error_code ignored;  // what is left is removed by the next save
-    std::filesystem::remove_all(unpublished(path_), ignored);
-  }
-  static_cast<void>(::flock(lock_, LOCK_UN));  // also where a child of this process has inherited the descriptor
-  ::close(lock_);
+  if (published_) return;
+  std::error_code ignored;  // what is left is removed by the next save
+  std::filesystem::remove_all(unpublished(path_), ignored);
 }
 
 void CheckpointFolder::publish() {
@@ -98,16 +111,9 @@ void CheckpointFolder::publish() {
 }
 
 void CheckpointFolder::prune(std::size_t keep) {
-  const auto all = list_checkpoints(parent_);
-  for (std::size_t i = keep; keep > 0 && i < all.size(); ++i) {
-    // By another name first: a folder that is half removed must not look like a checkpoint.
-    const std::string going = unpublished(all[i].second);
-    remove_folder(going);
-    if (std::rename(all[i].second.c_str(), going.c_str()) != 0) {
-      throw IoError("old checkpoint " + all[i].second + " cannot be removed: " + std::strerror(errno));
-    }
-    remove_folder(going);
-  }
+  auto others = list_checkpoints(parent_);
+  std::erase_if(others, [&](const auto& other) { return other.second == path_; });
+  for (std::size_t i = keep - 1; keep > 0 && i < others.size(); ++i) remove_checkpoint(others[i].second);
 }
 
 std::vector<std::pair<std::uint64_t, std::string>> list_checkpoints(const std::string& directory) {
@@ -134,6 +140,25 @@ std::optional<FoundCheckpoint> find_checkpoint(const std::string& path) {
     return FoundCheckpoint{folder, whole == steps.end() ? steps.front() : *whole};
   }
   return std::nullopt;
+}
+
+void tidy_checkpoints(const std::string& directory) {
+  if (!std::filesystem::is_directory(directory)) return;
+  try {
+    const FolderLock lock(directory);
+    remove_interrupted(directory);
+  } catch (const IoError&) {
+    // Whoever only reads here is not held up: another run writes, or the next save says what is wrong.
+  }
+}
+
+void remove_checkpoints(const std::string& directory) {
+  if (!std::filesystem::is_directory(directory)) return;
+  const FolderLock lock(directory);
+  const auto all = list_checkpoints(directory);
+  // The oldest first: what an interruption leaves is a run up to its newest.
+  for (auto i = all.rbegin(); i != all.rend(); ++i) remove_checkpoint(i->second);
+  remove_interrupted(directory);
 }
 
 void remove_folder(const std::string& path) {

@@ -15,6 +15,18 @@
 
 namespace ballast::engine {
 
+// Holds a folder of checkpoints against other writers. Throws IoError where one is there.
+class FolderLock {
+ public:
+  explicit FolderLock(const std::string& folder);
+  ~FolderLock();
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+
+ private:
+  const int descriptor_;
+};
+
 // A folder that is being written, by all ranks: `path` + ".new", put in place at the end.
 class CheckpointFolder {
  public:
@@ -28,18 +40,22 @@ class CheckpointFolder {
   static std::string unpublished(const std::string& path) { return path + ".new"; }
   // Once all ranks' files are durable. Takes the place of an older folder of that name in one step.
   void publish();
-  // Of `step-N` folders beside it the newest `keep` stay (0: all).
+  // Of the `step-N` folders it stays, and of those beside it the newest, `keep` in all (0: all).
   void prune(std::size_t keep);
 
  private:
   const std::string path_;
   const std::string parent_;
-  int lock_ = -1;
+  std::optional<FolderLock> lock_;
   bool published_ = false;
 };
 
 // The `step-N` folders in a directory, newest first; (N, path). None where there is no such directory.
 std::vector<std::pair<std::uint64_t, std::string>> list_checkpoints(const std::string& directory);
+
+// Removes what interrupted saves have left in a directory, as far as it can; or all its checkpoints (throws IoError).
+void tidy_checkpoints(const std::string& directory);
+void remove_checkpoints(const std::string& directory);
 
 // `path` itself where it holds manifests, else the newest `step-N` folder in it that does. The newest step that has the
 // manifests of all ranks that one copy of everything takes, else the newest. Nothing where there is none.

@@ -200,17 +200,17 @@ class Step {
   EngineImplementation* engine_ = nullptr;
 };
 
-// What to do where nvme.paths hold a committed run (of the same rank).
+// What to do where nvme.paths hold a committed run (of the same rank), or CommitOptions::checkpoints any.
 enum class ExistingRun : std::uint8_t {
   refuse,     // ConfigError
-  resume,     // go on from its newest committed step; where there is none, begin
-  overwrite,  // forget it
+  resume,     // go on from the newest; where there is none, begin
+  overwrite,  // remove them
 };
 
 struct CommitOptions {
   ExistingRun existing = ExistingRun::refuse;
-  // With ExistingRun::resume: a checkpoint, or a folder of such. What was saved later goes on, the newest checkpoint
-  // that is whole or the committed step under nvme.paths. Seen by all ranks.
+  // A folder of checkpoints, `step-N`, that this run will save beside; to go on from, a single one too. Goes on from
+  // what was saved later, the newest that is whole or the committed step under nvme.paths. Seen by all ranks.
   std::string checkpoints;
 };
 
