@@ -195,14 +195,22 @@ class EngineImplementation {
     std::optional<engine::Manifest> older;  // where every rank has it
   };
   engine::ManifestLog manifest_log() const;
-  std::string moved_path(std::size_t path) const;
-  std::optional<StoredRun> find_stored_run(const CommitOptions& options);
-  void meet_checkpoints(const CommitOptions& options);
-  void move_stored_run();
   engine::StoredLayout stored_layout() const;
   void require_same_model(const engine::StoredLayout& there, const std::string& where) const;
   bool same_place(const engine::StoredLayout& there) const;
   void begin_durable(std::optional<StoredRun> stored);
+  // Going on from what is stored (engine_resume.cc).
+  struct CommittedSteps;
+  using Source = std::pair<std::uint64_t, std::vector<std::string>>;  // a step, and the paths that hold it
+  std::optional<StoredRun> find_stored_run(const CommitOptions& options);
+  CommittedSteps committed_steps(bool read);
+  std::uint64_t moved_step();
+  std::string moved_path(std::size_t path) const;
+  void move_stored_run();
+  void forget_stored_run();
+  void meet_checkpoints(const CommitOptions& options);
+  std::vector<Source> checkpoints_in(const std::string& folder);
+  std::optional<StoredRun> stored_in_place(const CommittedSteps& found, std::uint64_t step);
   void restore_stored_run(StoredRun& stored);
   void load_states();
   void load_state(engine::StoredState& state);
@@ -295,8 +303,7 @@ class EngineImplementation {
   bool save_in_place_ = false;                       // a failed one that is whole all the same
   std::shared_ptr<Communicator> save_communicator_;  // several ranks: for words about it, on the callers' threads
   std::optional<ResumedStep> resumed_;
-  // At commit: stored states to load from, the first that is whole; (step, paths).
-  std::vector<std::pair<std::uint64_t, std::vector<std::string>>> sources_;
+  std::vector<Source> sources_;  // at commit: stored states to load from, the first that is whole
   std::vector<std::byte> last_user_bytes_;
   bool updates_begun_ = false;  // eager: the running step's
   std::deque<Lease> leases_;    // addresses stay

@@ -1,0 +1,282 @@
+// What a run goes on from: the committed steps and checkpoints that are there from before, and which of them it is to
+// be. SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/check.h>
+
+#include <algorithm>
+#include <array>
+#include <sstream>
+
+#include "durable/checkpoints.h"
+#include "engine_implementation.h"
+#include "extent_buffer.h"
+
+namespace ballast {
+
+using engine::StoredLayout;
+
+namespace {
+
+constexpr std::uint64_t kNothing = UINT64_MAX;
+constexpr std::size_t kKnownSteps = 2;  // committed ones that a rank still has
+
+}  // namespace
+
+// What the storage paths of all ranks hold.
+struct EngineImplementation::CommittedSteps {
+  std::vector<std::uint64_t> own;     // of this rank, newest first, damaged ones too
+  std::vector<std::uint64_t> of_all;  // kKnownSteps for each rank: those it could read
+  bool any = false;                   // on any rank
+  std::uint64_t moved = kNothing;     // of a run that has been moved aside
+  std::string damage;                 // of this rank's newest
+
+  // The newest below `limit` whose manifest every rank has.
+  std::optional<std::uint64_t> newest_below(std::uint64_t limit) const {
+    std::optional<std::uint64_t> found;
+    for (const std::uint64_t step : of_all) {
+      if (step == kNothing || step >= limit || (found && step <= *found)) continue;
+      bool everywhere = true;
+      for (auto rank = of_all.begin(); rank != of_all.end(); rank += kKnownSteps) {
+        everywhere = everywhere && std::find(rank, rank + kKnownSteps, step) != rank + kKnownSteps;
+      }
+      if (everywhere) found = step;
+    }
+    return found;
+  }
+};
+
+// Where a committed run goes whose chunks lie otherwise than this one's, until it is loaded.
+std::string EngineImplementation::moved_path(std::size_t path) const {
+  return config_.nvme.paths[path] + "/ballast-moved";
+}
+
+// By the first rank, for all: nothing is copied.
+void EngineImplementation::move_stored_run() {
+  for (std::size_t i = config_.nvme.paths.size(); i-- > 0;) {
+    engine::remove_folder(moved_path(i));
+    engine::make_folder(moved_path(i));
+    const auto files = io::make_small_files(config_.nvme.paths[i]);
+    // The manifests last: what an interruption leaves has them on one side, the chunks of both sides with them or not,
+    // which is then seen as missing, never as current.
+    std::vector<std::string> names = files->list();
+    std::stable_partition(names.begin(), names.end(), [](const std::string& n) { return n.ends_with(".chunks"); });
+    for (const std::string& name : names) {
+      if (name.starts_with("ballast-rank")) files->rename(name, "ballast-moved/" + name);
+    }
+    files->flush_directory();
+  }
+}
+
+EngineImplementation::CommittedSteps EngineImplementation::committed_steps(bool read) {
+  CommittedSteps found;
+  std::array<std::uint64_t, kKnownSteps> mine;
+  mine.fill(kNothing);
+  if (plan_.uses_nvme) {
+    // Whoever still holds the chunks may still commit: a killed process, for a moment.
+    engine::wait_until_unlocked(config_.nvme.paths.front() + "/" + io::ChunkStore::file_name(plan_.rank));
+    engine::ManifestLog log = manifest_log();
+    found.own = log.steps();
+    std::size_t count = 0;
+    for (const std::uint64_t step : found.own) {
+      if (count == kKnownSteps || !read) break;
+      StoredLayout layout;
+      engine::Manifest manifest;
+      try {
+        log.load(step, &layout, &manifest);
+        mine[count++] = step;
+      } catch (const CorruptionError& error) {
+        if (found.damage.empty()) found.damage = error.what();
+      }
+    }
+  }
+  const auto ranks = static_cast<std::size_t>(communicator_->world_size());
+  found.of_all.resize(kKnownSteps * ranks);
+  std::vector<std::uint64_t> counts(ranks);
+  const std::uint64_t count = found.own.size();
+  communicator_->all_gather(std::as_bytes(std::span(&count, 1)), std::as_writable_bytes(std::span(counts)));
+  communicator_->all_gather(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(found.of_all)));
+  found.any = std::any_of(counts.begin(), counts.end(), [](std::uint64_t each) { return each > 0; });
+  found.moved = moved_step();
+  return found;
+}
+
+// As the first rank sees it.
+std::uint64_t EngineImplementation::moved_step() {
+  std::uint64_t step = kNothing;
+  if (plan_.uses_nvme && communicator_->rank() == 0) {
+    const auto moved = engine::ManifestLog::steps_of(*io::make_small_files(moved_path(0)));
+    if (!moved.empty()) step = moved.front();
+  }
+  communicator_->broadcast(std::as_writable_bytes(std::span(&step, 1)), 0);
+  return step;
+}
+
+void EngineImplementation::forget_stored_run() {
+  manifest_log().remove_all();
+  for (std::size_t i = 0; communicator_->rank() == 0 && i < config_.nvme.paths.size(); ++i) {
+    engine::remove_folder(moved_path(i));
+  }
+  communicator_->barrier();
+}
+
+// Before this run saves its own beside them: it could not be told from them which run is which.
+void EngineImplementation::meet_checkpoints(const CommitOptions& options) {
+  const std::string& folder = options.checkpoints;
+  std::uint64_t newest = UINT64_MAX;
+  std::string failure;
+  if (communicator_->rank() == 0) {
+    try {
+      if (options.existing == ExistingRun::resume) engine::tidy_checkpoints(folder);
+      if (options.existing == ExistingRun::overwrite) engine::remove_checkpoints(folder);
+      if (const auto there = engine::list_checkpoints(folder); !there.empty()) newest = there.front().first;
+    } catch (const IoError& error) {
+      failure = error.what();
+    }
+  }
+  if (!agree_all_good(failure.empty())) {
+    throw IoError(failure.empty() ? "the folder of checkpoints " + folder + " cannot be made ready by the first rank"
+                                  : failure);
+  }
+  communicator_->broadcast(std::as_writable_bytes(std::span(&newest, 1)), 0);
+  if (options.existing != ExistingRun::refuse || newest == UINT64_MAX) return;
+  throw ConfigError("folder " + folder + " holds checkpoints of a run, the newest of step " + std::to_string(newest) +
+                    "; go on from it, say that they may be overwritten (ballast train: --resume, --overwrite), or name "
+                    "another folder");
+}
+
+// Newest first, as the first rank sees them.
+std::vector<EngineImplementation::Source> EngineImplementation::checkpoints_in(const std::string& folder) {
+  std::string texts;
+  if (communicator_->rank() == 0 && !folder.empty()) {
+    const auto add = [&](const std::string& path) {
+      const auto steps = engine::ManifestLog::steps_of(*io::make_small_files(path));
+      if (!steps.empty()) texts += std::to_string(steps.front()) + " " + path + "\n";
+    };
+    add(folder);
+    for (const auto& [number, path] : engine::list_checkpoints(folder)) add(path);
+  }
+  std::uint64_t length = texts.size();
+  communicator_->broadcast(std::as_writable_bytes(std::span(&length, 1)), 0);
+  texts.resize(length);
+  if (length > 0) communicator_->broadcast(std::as_writable_bytes(std::span(texts)), 0);
+  std::istringstream lines(texts);
+  std::vector<Source> sources;
+  for (std::uint64_t step = 0; lines >> step;) {
+    std::string path;
+    std::getline(lines >> std::ws, path);
+    sources.push_back({step, {path}});
+  }
+  return sources;
+}
+
+// The committed step itself, where its chunks lie as this run's do. Nothing where they lie otherwise.
+std::optional<EngineImplementation::StoredRun> EngineImplementation::stored_in_place(const CommittedSteps& found,
+                                                                                     std::uint64_t step) {
+  engine::ManifestLog log = manifest_log();
+  StoredRun run;
+  log.load(step, &run.layout, &run.manifest);
+  if (!agree_all_good(same_place(run.layout))) return std::nullopt;
+  require_same_model(run.layout, config_.nvme.paths.front());
+  run.path = log.path(step);
+  run.state.run_identity = run.layout.run_identity;
+  run.state.chunks = run.manifest.chunks;
+  if (const std::optional<std::uint64_t> older = found.newest_below(step)) {
+    StoredLayout layout;
+    log.load(*older, &layout, &run.older.emplace());
+    if (!agree_all_good(same_place(layout))) run.older.reset();
+  }
+  const bool newest = agree_all_good(found.damage.empty() && step == found.own.front());
+  if (!newest && environment_.log) {
+    environment_.log(LogLevel::warning, "going on from step " + std::to_string(step) +
+                                            ", as a later one is not whole on every rank" +
+                                            (found.damage.empty() ? "" : ": " + found.damage));
+  }
+  return run;
+}
+
+// Every rank finds the same, or all of them throw. A run that is gone on from in place is returned; one that has to be
+// loaded is left in sources_.
+std::optional<EngineImplementation::StoredRun> EngineImplementation::find_stored_run(const CommitOptions& options) {
+  const bool resume = options.existing == ExistingRun::resume;
+  const std::string& directory = config_.nvme.paths.front();
+  CommittedSteps found = committed_steps(resume);
+  const bool stored = found.any || found.moved != kNothing;
+  if (!options.checkpoints.empty()) meet_checkpoints(options);
+  if (stored && options.existing == ExistingRun::refuse) {
+    throw ConfigError("storage path " + directory + " holds a committed run" +
+                      (found.own.empty() ? std::string() : ", step " + std::to_string(found.own.front())) +
+                      "; go on from it, or say that it may be overwritten (ballast train: --resume, --overwrite)");
+  }
+  if (stored && !resume) forget_stored_run();
+  if (!resume) return std::nullopt;
+  if (stored && !plan_.durable) {
+    throw ConfigError("storage path " + directory +
+                      " holds a committed run, and with durability \"none\" going on would destroy it: set durability "
+                      "to \"step\" or {\"every\": N}, or name another path");
+  }
+
+  std::vector<Source> sources = checkpoints_in(options.checkpoints);
+  if (const std::optional<std::uint64_t> chosen = found.newest_below(kNothing)) {
+    const bool newest = std::all_of(sources.begin(), sources.end(), [&](const auto& s) { return s.first <= *chosen; });
+    if (newest) {
+      if (std::optional<StoredRun> run = stored_in_place(found, *chosen)) return run;
+    }
+  }
+  if ((stored || !sources.empty()) && !unit_communicators_.empty()) {
+    throw ConfigError(
+        "the run in " + directory +
+        " is not in the same chunks and ranks, and with units that have communicators of their own it can "
+        "only be gone on from in place");
+  }
+  // Other ranks or chunks, or a checkpoint that is newer: what is there moves aside, and the newest is loaded.
+  if (found.any) {
+    communicator_->barrier();
+    if (communicator_->rank() == 0) move_stored_run();
+    found.moved = moved_step();
+  }
+  if (found.moved != kNothing) {
+    std::vector<std::string> paths;
+    for (std::size_t i = 0; i < config_.nvme.paths.size(); ++i) paths.push_back(moved_path(i));
+    for (const std::uint64_t step : engine::ManifestLog::steps_of(*io::make_small_files(paths.front()))) {
+      sources.emplace_back(step, paths);
+    }
+  }
+  std::stable_sort(sources.begin(), sources.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  sources_ = std::move(sources);
+  return std::nullopt;
+}
+
+// All of it is read and checked, as what a later, uncommitted step has written may lie over an older one, and damage is
+// better seen while that one is whole.
+void EngineImplementation::restore_stored_run(StoredRun& stored) {
+  std::uint64_t most = 0;
+  for (const engine::ChunkPlacement& place : plan_.placement) most = std::max(most, place.stored_bytes);
+  engine::ExtentBuffer extent(most);
+  const auto damage = [&](const engine::Manifest& manifest) -> std::string {
+    executor_->note_steps(manifest.step);
+    try {
+      for (std::uint32_t c = 0; c < plan_.layout.chunks.size(); ++c) executor_->restore_chunk(c, extent.data());
+    } catch (const CorruptionError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  std::string found = damage(stored.manifest);
+  if (agree_all_good(found.empty())) return;
+  const std::string newest = "step " + std::to_string(stored.manifest.step);
+  if (found.empty()) found = newest + " is not whole on another rank";
+  if (!stored.older) throw CorruptionError(found + "; there is no committed step before it to go on from");
+  stored.manifest = std::move(*stored.older);
+  stored.path = manifest_log().path(stored.manifest.step);
+  executor_->set_stored_chunks(stored.manifest.chunks);
+  const std::string older = damage(stored.manifest);
+  if (!agree_all_good(older.empty())) {
+    throw CorruptionError(found + "; nor is the committed step before it whole" +
+                          (older.empty() ? " on another rank" : ": " + older));
+  }
+  if (environment_.log) {
+    environment_.log(LogLevel::warning, "going on from step " + std::to_string(stored.manifest.step) + ", as " +
+                                            newest + " is damaged: " + found);
+  }
+}
+
+}  // namespace ballast
