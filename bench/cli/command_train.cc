@@ -4,11 +4,14 @@
 #include <ballast/base/size.h>
 #include <ballast/engine/engine.h>
 #include <ballast/offload/topology.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <mutex>
@@ -242,6 +245,22 @@ void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt:
   engine.settle();  // the last step's pending updates, and its checkpoint, may still fail
 }
 
+// Before hours of training, not after them. Makes nothing.
+void require_folder(const std::string& folder, bool writable) {
+  if (folder.empty()) return;
+  std::error_code error;
+  std::filesystem::path there = std::filesystem::absolute(folder, error).lexically_normal();
+  while (there.has_relative_path() && !std::filesystem::exists(std::filesystem::symlink_status(there, error))) {
+    there = there.parent_path();
+  }
+  if (!std::filesystem::is_directory(there, error)) {
+    throw ConfigError("--checkpoint " + folder + ": " + there.string() + " is no folder; name another");
+  }
+  if (!writable || ::access(there.c_str(), W_OK | X_OK) == 0) return;
+  throw ConfigError("--checkpoint " + folder + ": " + there.string() + " cannot be written: " + std::strerror(errno) +
+                    "; name another folder");
+}
+
 // A single checkpoint that was gone on from: later ones are put beside it, not into it.
 std::string folder_of_saves(const std::string& given, const std::optional<ResumedStep>& resumed) {
   if (!resumed || given.empty() || resumed->path != given) return given;
@@ -259,6 +278,7 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
   for (const std::string& path : config.nvme.paths) others.emplace_back("nvme.paths", path);
   require_distinct({{"--json", options.json}, {"--trace", options.trace}, {"--log", options.log}}, others);
   for (std::string* file : {&options.json, &options.log, &options.trace}) *file = on_first_rank(*ranks, *file);
+  require_folder(options.checkpoint, !options.resume);
   OutputFile json_file(options.json);
   OutputFile trace_file(options.trace);
   LineLog log(options.log);
@@ -295,6 +315,7 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
     });
   }
   options.checkpoint = folder_of_saves(options.checkpoint, record.resumed_from);
+  require_folder(options.checkpoint, true);  // one that is gone on from may be protected
   record.tokens_per_step = trainer.tokens_per_step();
   const Report plan = engine.report();
   print_opening(options, plan, *data, trainer);
@@ -382,7 +403,8 @@ Command add_train(CLI::App& app) {
   parser
       ->add_option("--checkpoint", options->checkpoint,
                    "Folder for checkpoints: DIR/step-N, at the end and every --every steps; the newest 3 stay")
-      ->type_name("DIR");
+      ->type_name("DIR")
+      ->check([](const std::string& given) { return given.empty() ? "the folder has no name" : ""; }, "");
   parser->add_option("--every", options->every, "Steps between checkpoints")->type_name("N")->check(positive);
   parser->add_flag("--resume", options->resume,
                    "Go on from the newest committed step under nvme.paths or checkpoint; from step 0 where there is "

@@ -12,6 +12,7 @@
 #include <limits>
 #include <thread>
 
+#include "block_order.h"
 #include "display.h"
 #include "interrupt.h"
 #include "storage_bench.h"
@@ -33,14 +34,24 @@ constexpr std::array<std::pair<Lane, const char*>, 5> kOtherLanes = {{{Lane::hos
 
 }  // namespace
 
+RateRequests rate_requests(std::size_t paths, RateRequests asked) {
+  const std::uint64_t most = kRateMemoryBytes / std::max<std::size_t>(paths, 1);  // of a path
+  const auto bytes = [](const RateRequests& of) { return of.block_bytes * BlockOrder::buffers(1, of.queue_depth); };
+  while (bytes(asked) > most && asked.queue_depth > 1) asked.queue_depth /= 2;
+  const std::uint64_t block = base::round_down(most / BlockOrder::buffers(1, asked.queue_depth), 4 * base::kKiB);
+  asked.block_bytes = std::min(asked.block_bytes, std::max(block, 4 * base::kKiB));
+  return asked;
+}
+
 StorageRates measure_storage_rates(const std::vector<std::string>& paths, std::uint64_t block_bytes,
                                    std::uint32_t queue_depth, const std::string& backend, int ranks,
                                    const std::function<void()>& together) {
+  const RateRequests requests = rate_requests(paths.size(), {block_bytes, queue_depth});
   const std::uint64_t wanted = std::max(kRateBytes / static_cast<std::uint64_t>(ranks), kLeastRateBytes);
   StorageBench bench({.paths = paths,
-                      .bytes_per_path = std::max(base::round_down(wanted, block_bytes), block_bytes),
-                      .block_bytes = block_bytes,
-                      .queue_depth = queue_depth,
+                      .bytes_per_path = std::max(base::round_down(wanted, requests.block_bytes), requests.block_bytes),
+                      .block_bytes = requests.block_bytes,
+                      .queue_depth = requests.queue_depth,
                       .backend = backend_from(backend),
                       .pass_seconds_max = kRatePassSeconds});
   StorageRates rates;

@@ -21,6 +21,15 @@ struct StorageRates {
   bool direct = true;
 };
 
+// What the measurement has under way at once on each path: what was asked for, or less of it, because its buffers are
+// in no budget.
+struct RateRequests {
+  std::uint64_t block_bytes = 0;
+  std::uint32_t queue_depth = 0;
+};
+constexpr std::uint64_t kRateMemoryBytes = std::uint64_t{128} << 20;
+RateRequests rate_requests(std::size_t paths, RateRequests asked);
+
 constexpr int kRatePasses = 3;
 // Measures them in about a second, over at most half a gigabyte per path. `together` is called before each of
 // the kRatePasses passes: ranks that share a drive measure it at the same time. Throws IoError.

@@ -190,6 +190,29 @@ TEST_F(CheckpointSaving, ReturnsBeforeItIsWrittenAndOneIsFinishedBeforeTheNextBe
   EXPECT_EQ(engine::list_checkpoints(path_ + "/k").size(), 2U);
 }
 
+TEST_F(CheckpointSaving, WhatAnotherProgramHasPutThereStays) {
+  LiveRun run(durable_config(path_, Tier::nvme, Timing::just_in_time), model_, {.test_hooks = drive_.hooks()});
+  const auto weights = [&](int step) { return saved("o", step) + "/weights"; };
+  for (const int step : {1, 3, 90}) {
+    std::filesystem::create_directories(saved("o", step));
+    std::ofstream(weights(step)) << "precious";
+  }
+  std::ofstream(saved("o", 80)) << "a file";
+  run.trainer.step();
+  EXPECT_THAT(text_of<IoError>([&] { run.engine.save_checkpoint(saved("o", 1), 1); }),
+              AllOf(HasSubstr(saved("o", 1) + " is there and is no checkpoint"), HasSubstr("another folder")));
+  for (int step = 4; step <= 6; ++step) {
+    run.trainer.step();
+    run.engine.save_checkpoint(saved("o", step), 2);
+  }
+  run.engine.settle();
+  EXPECT_EQ(engine::list_checkpoints(path_ + "/o").size(), 2U);
+  engine::remove_checkpoints(path_ + "/o");
+  EXPECT_TRUE(engine::list_checkpoints(path_ + "/o").empty());
+  for (const int step : {1, 3, 90}) EXPECT_TRUE(std::filesystem::exists(weights(step))) << step;
+  EXPECT_TRUE(std::filesystem::exists(saved("o", 80)));
+}
+
 TEST_F(CheckpointSaving, AFailingDriveHarmsNeitherTheRunNorOlderOnesAndIsToldAtTheNextCall) {
   const SavedRun expected =
       run_and_save(plain_config(path_, Tier::host, Timing::just_in_time), model_, path_ + "/still");

@@ -169,6 +169,13 @@ TEST_F(Refusals, OutputsThatCannotBeWrittenBeforeAnythingIsTrained) {
     refused(train({option, scratch_.path()}), 2, {scratch_.path()});
     refused(train({option, "/proc/out"}), 2, {"/proc/out"});
   }
+  const std::string file = scratch_.write("file", "x");
+  for (const char* more : {"--overwrite", "--resume"}) {
+    refused(train({more, "--checkpoint", file}), 2, {"--checkpoint", file, "no folder"});
+    refused(train({more, "--checkpoint", file + "/a/b"}), 2, {"--checkpoint", file, "no folder"});
+    refused(train({more, "--checkpoint", ""}), 2, {"--checkpoint"});
+  }
+  EXPECT_EQ(read_file(file), "x");
 }
 
 TEST_F(Refusals, OutputsThatWouldOverwriteOneAnotherOrWhatIsRead) {

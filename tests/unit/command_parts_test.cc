@@ -190,6 +190,22 @@ TEST(RunRecord, WarmUpAndLeadInStepsDoNotCountWhereThereAreMore) {
   EXPECT_EQ(record.tokens_per_second(), 24.0);
 }
 
+TEST(RunRecord, MeasuringTheDrivesTakesLittleMemoryWhateverIsAskedFor) {
+  for (const std::size_t paths : {1, 2, 7, 1000})
+    for (const std::uint64_t block : {std::uint64_t{4} << 10, std::uint64_t{1} << 20, std::uint64_t{1} << 30})
+      for (const std::uint32_t depth : {1, 32, 4096}) {
+        const RateRequests given = rate_requests(paths, {block, depth});
+        ASSERT_GE(given.queue_depth, 1u);
+        ASSERT_GT(given.block_bytes, 0u);
+        EXPECT_EQ(given.block_bytes % 4096, 0u);
+        EXPECT_LE(given.block_bytes * 2 * (given.queue_depth + 1) * paths, kRateMemoryBytes)
+            << paths << " " << block << " " << depth;
+      }
+  const RateRequests usual = rate_requests(1, {std::uint64_t{1} << 20, 32});
+  EXPECT_EQ(usual.block_bytes, std::uint64_t{1} << 20);
+  EXPECT_EQ(usual.queue_depth, 32u);
+}
+
 TEST(RunRecord, TheTimedStepsOfSeveralWindowsAddUp) {
   Report begin, end;
   begin.lanes[1].bytes = 100;

@@ -27,6 +27,15 @@ std::string parent_of(const std::string& path) {
   return parent.empty() ? "." : parent.string();
 }
 
+// A folder of that name may be another program's, whose files are not to be removed.
+bool may_be_checkpoint(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::directory_iterator files(path, error);
+  if (error) return false;
+  const auto ours = [](const auto& file) { return file.path().filename().string().starts_with("ballast-rank"); };
+  return begin(files) == end(files) || std::any_of(begin(files), end(files), ours);
+}
+
 // Of one copy of everything. A manifest that is damaged is for its reader to tell.
 bool has_all_ranks(const std::shared_ptr<io::SmallFiles>& files, std::uint64_t step) {
   const std::vector<std::uint32_t> ranks = ManifestLog::ranks_of(*files, step);
@@ -82,9 +91,12 @@ FolderLock::~FolderLock() {
 CheckpointFolder::CheckpointFolder(std::string path) : path_(std::move(path)), parent_(parent_of(path_)) {
   make_folder(parent_);
   lock_.emplace(parent_);
+  std::error_code error;
+  if (std::filesystem::exists(std::filesystem::symlink_status(path_, error)) && !may_be_checkpoint(path_)) {
+    throw IoError(path_ + " is there and is no checkpoint; move it away, or save to another folder");
+  }
   remove_interrupted(parent_);
   remove_folder(unpublished(path_));
-  std::error_code error;
   if (!std::filesystem::create_directory(unpublished(path_), error) || error) {
     throw IoError("checkpoint folder " + unpublished(path_) + " cannot be made: " + error.message());
   }
@@ -123,7 +135,8 @@ std::vector<std::pair<std::uint64_t, std::string>> list_checkpoints(const std::s
     if (!name.starts_with("step-")) continue;
     std::uint64_t step = 0;
     const auto [at, error] = std::from_chars(name.data() + 5, name.data() + name.size(), step);
-    if (error == std::errc{} && at == name.data() + name.size()) found.emplace_back(step, files->path(name));
+    const bool named = error == std::errc{} && at == name.data() + name.size();
+    if (named && may_be_checkpoint(files->path(name))) found.emplace_back(step, files->path(name));
   }
   std::sort(found.rbegin(), found.rend());
   return found;

@@ -31,7 +31,7 @@ class FolderLock {
 class CheckpointFolder {
  public:
   // By one rank, before the others write: makes the folder, and holds the folder around it against other writers.
-  // Throws IoError.
+  // Throws IoError, also where something else than a checkpoint has its name.
   explicit CheckpointFolder(std::string path);
   ~CheckpointFolder();  // removes what was not published
   CheckpointFolder(const CheckpointFolder&) = delete;
@@ -50,7 +50,8 @@ class CheckpointFolder {
   bool published_ = false;
 };
 
-// The `step-N` folders in a directory, newest first; (N, path). None where there is no such directory.
+// The `step-N` folders in a directory, newest first; (N, path). None where there is no such directory. Those that hold
+// files and none of ours are another program's: they do not count, and nothing here removes them.
 std::vector<std::pair<std::uint64_t, std::string>> list_checkpoints(const std::string& directory);
 
 // Removes what interrupted saves have left in a directory, as far as it can; or all its checkpoints (throws IoError).
