@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -205,8 +206,7 @@ class RawCommits {
   RawCommits(const Config& config, StorageBench& raw)
       : raw_(raw),
         files_(io::make_small_files(config.nvme.paths.front())),
-        // A pass covers both slots of every chunk, twice what a step writes. Cadences that do not divide it: none.
-        per_pass_(config.durability.every_steps == 0 ? 0 : 2 / config.durability.every_steps) {
+        every_steps_(config.durability.every_steps) {
     for (const std::string& name : files_->list()) {
       if (name.ends_with(".manifest")) manifest_.resize(files_->read(name).size());
     }
@@ -222,8 +222,12 @@ class RawCommits {
   RawCommits& operator=(const RawCommits&) = delete;
 
   StorageBench::Result rewrite() {
-    return raw_.run(StorageBench::Pattern::rewrite, std::max<std::uint64_t>(1, per_pass_), [this] {
-      if (per_pass_ == 0) return;
+    // A pass covers both slots of every chunk, twice what a step writes.
+    steps_due_ += 2;
+    const std::uint64_t commits = every_steps_ == 0 ? 0 : steps_due_ / every_steps_;
+    steps_due_ -= commits * every_steps_;
+    return raw_.run(StorageBench::Pattern::rewrite, std::max<std::uint64_t>(1, commits), [this, commits] {
+      if (commits == 0) return;
       const Clock::time_point begin = Clock::now();
       raw_.flush_seconds();
       io::publish(*files_, kName, manifest_);
@@ -236,9 +240,42 @@ class RawCommits {
   static constexpr const char* kName = "ballast-bench-commit";
   StorageBench& raw_;
   const std::unique_ptr<io::SmallFiles> files_;
-  const std::uint64_t per_pass_;
+  const std::uint64_t every_steps_;  // 0: none is committed
+  std::uint64_t steps_due_ = 0;
   std::vector<std::byte> manifest_;
   std::vector<double> seconds_;
+};
+
+// Folders for what would outlive the benchmark, committed steps and checkpoints: beside no run of somebody else, and
+// gone with this object, which outlives the engine. A rank removes its own files, and whoever is last the folder.
+class PassingFolders {
+ public:
+  explicit PassingFolders(int rank) : mine_("ballast-rank" + std::to_string(rank) + ".") {}
+  ~PassingFolders() {
+    for (const std::string& folder : folders_) remove(folder);
+  }
+  PassingFolders(const PassingFolders&) = delete;
+  PassingFolders& operator=(const PassingFolders&) = delete;
+
+  std::string add(const std::string& around) {
+    folders_.push_back(around + "/ballast-bench-step");
+    return folders_.back();
+  }
+
+ private:
+  void remove(const std::filesystem::path& folder) const {
+    std::error_code error;  // what stays is replaced by the next benchmark
+    std::vector<std::filesystem::path> inside;
+    for (const auto& entry : std::filesystem::directory_iterator(folder, error)) inside.push_back(entry.path());
+    for (const std::filesystem::path& path : inside) {
+      if (std::filesystem::is_directory(path, error)) remove(path);
+      if (path.filename().string().starts_with(mine_)) std::filesystem::remove(path, error);
+    }
+    std::filesystem::remove(folder, error);
+  }
+
+  const std::string mine_;
+  std::vector<std::string> folders_;
 };
 
 // What a checkpoint that is saved beside training costs: the same number of steps with one and without, in turn,
@@ -295,7 +332,7 @@ SaveCosts measure_saves(const Options& options, const Config& config, Engine& en
   return costs;
 }
 
-int measure(Options options, const Config& config, const std::shared_ptr<Communicator>& ranks) {
+int measure(Options options, Config config, const std::shared_ptr<Communicator>& ranks) {
   for (std::string* file : {&options.json, &options.trace}) *file = on_first_rank(*ranks, *file);
   const gpt::GptShape shape = gpt::GptShape::from_file(options.model);
   NamedPaths others = {{"--model", options.model}, {"--engine", options.engine.path()}};
@@ -309,9 +346,16 @@ int measure(Options options, const Config& config, const std::shared_ptr<Communi
   environment.log = [](LogLevel level, std::string_view text) {
     if (level != LogLevel::debug) std::printf("note: %.*s\n", static_cast<int>(text.size()), text.data());
   };
+  PassingFolders folders(ranks->rank());
+  CommitOptions existing;
+  if (config.durability.every_steps > 0) {
+    for (std::string& path : config.nvme.paths) path = folders.add(path);
+    existing.existing = ExistingRun::overwrite;  // a benchmark's that was killed
+  }
+  if (!options.checkpoint.empty()) options.checkpoint = existing.checkpoints = folders.add(options.checkpoint);
   Engine engine(config, environment);
   SyntheticModel model(engine, shape, options.micro_batches, options.seed);
-  engine.commit();
+  engine.commit(existing);
   model.initialize();
   const Report plan = engine.report();
   std::unique_ptr<StorageBench> raw;

@@ -304,6 +304,43 @@ TEST_F(Training, BenchIoMovesWhatWasAskedAndRemovesItsFile) {
   EXPECT_THAT(figures["io_backend"], ::testing::AnyOf("io_uring", "threads"));
 }
 
+TEST_F(Training, BenchStepTouchesNoRunAndNoCheckpointOfOthersAndLeavesNothing) {
+  const std::string states = scratch_.path() + "/states", saves = scratch_.path() + "/saves";
+  ASSERT_EQ(run_command(train("nvme", {"--steps", "2", "--set", "durability=step", "--checkpoint", saves})).status, 0);
+  const auto files = [&] {
+    std::set<std::string> names;
+    for (const std::string& folder : {states, saves}) {
+      for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) names.insert(entry.path());
+    }
+    return names;
+  };
+  const std::set<std::string> before = files();
+  const std::string json = scratch_.path() + "/out.json";
+  const auto bench = [&](const Arguments& more) {
+    Arguments all = {"bench",    "step",
+                     "--model",  source_path("configs/models/gpt-tiny.json"),
+                     "--engine", source_path("configs/engine/nvme.json"),
+                     "--steps",  "6",
+                     "--set",    "nvme.paths=" + states,
+                     "--json",   json};
+    all.insert(all.end(), more.begin(), more.end());
+    return run_command(all);
+  };
+  // A killed one's remains are replaced.
+  std::filesystem::create_directories(saves + "/ballast-bench-step/step-7");
+  for (int turn = 0; turn < 2; ++turn) {
+    const CommandResult result = bench({"--set", "durability=step", "--checkpoint", saves});
+    EXPECT_EQ(result.status, 0) << result.error;
+    EXPECT_GT(Json::parse(read_file(json))["checkpoint"]["bytes"].get<double>(), 0);
+    EXPECT_EQ(files(), before);
+  }
+  EXPECT_EQ(bench({"--set", R"(durability={"every": 3})"}).status, 0);
+  EXPECT_EQ(files(), before);
+  const CommandResult refused = bench({});  // it would write where the run lies
+  EXPECT_EQ(refused.status, 2);
+  EXPECT_THAT(refused.error, HasSubstr("holds a committed run"));
+}
+
 TEST_F(Training, BenchAdamAndDoctorWriteTheirFigures) {
   const std::string json = scratch_.path() + "/out.json";
   ASSERT_EQ(run_command({"bench", "adam", "--parameters", "1048576", "--threads", "1", "--json", json}).status, 0);
