@@ -208,6 +208,7 @@ class EngineImplementation {
   std::string moved_path(std::size_t path) const;
   void move_stored_run();
   void forget_stored_run();
+  void meet_runs_of_other_paths(const CommitOptions& options);
   void meet_checkpoints(const CommitOptions& options);
   std::vector<Source> checkpoints_in(const std::string& folder);
   std::optional<StoredRun> stored_in_place(const CommittedSteps& found, std::uint64_t step);

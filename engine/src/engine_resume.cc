@@ -28,6 +28,7 @@ struct EngineImplementation::CommittedSteps {
   bool any = false;                   // on any rank
   std::uint64_t moved = kNothing;     // of a run that has been moved aside
   std::string damage;                 // of this rank's newest
+  std::uint32_t path_count = 0;       // that they are spread over; 0: unknown
 
   // The newest below `limit` whose manifest every rank has.
   std::optional<std::uint64_t> newest_below(std::uint64_t limit) const {
@@ -83,6 +84,7 @@ EngineImplementation::CommittedSteps EngineImplementation::committed_steps(bool 
       try {
         log.load(step, &layout, &manifest);
         mine[count++] = step;
+        found.path_count = layout.path_count;
       } catch (const CorruptionError& error) {
         if (found.damage.empty()) found.damage = error.what();
       }
@@ -108,6 +110,31 @@ std::uint64_t EngineImplementation::moved_step() {
   }
   communicator_->broadcast(std::as_writable_bytes(std::span(&step, 1)), 0);
   return step;
+}
+
+// A run's manifests lie under the first of its paths: under another one they are those of a run whose paths were
+// others, or in another order, and this one would write over its chunks.
+void EngineImplementation::meet_runs_of_other_paths(const CommitOptions& options) {
+  std::string other;
+  for (std::size_t i = 1; plan_.uses_nvme && i < config_.nvme.paths.size(); ++i) {
+    const std::string& path = config_.nvme.paths[i];
+    const bool first_rank = communicator_->rank() == 0;
+    if (options.existing == ExistingRun::overwrite) {
+      engine::ManifestLog(io::make_small_files(path), plan_.rank).remove_all();
+      if (first_rank) engine::remove_folder(moved_path(i));
+    } else if (first_rank) {
+      const auto holds = [](const std::string& folder) {
+        return !engine::ManifestLog::steps_of(*io::make_small_files(folder)).empty();
+      };
+      if (other.empty() && (holds(path) || holds(moved_path(i)))) other = path;
+    }
+  }
+  if (agree_all_good(other.empty())) return;
+  throw ConfigError(
+      "storage path " + (other.empty() ? std::string("of the first rank") : other) +
+      " holds a committed run whose first path it is, and is not the first in nvme.paths; name that run's paths in "
+      "their "
+      "order to go on from it, name others, or say that it may be overwritten (ballast train: --overwrite)");
 }
 
 void EngineImplementation::forget_stored_run() {
@@ -201,6 +228,7 @@ std::optional<EngineImplementation::StoredRun> EngineImplementation::find_stored
   CommittedSteps found = committed_steps(resume);
   const bool stored = found.any || found.moved != kNothing;
   if (!options.checkpoints.empty()) meet_checkpoints(options);
+  meet_runs_of_other_paths(options);
   if (stored && options.existing == ExistingRun::refuse) {
     throw ConfigError("storage path " + directory + " holds a committed run" +
                       (found.own.empty() ? std::string() : ", step " + std::to_string(found.own.front())) +
@@ -226,6 +254,12 @@ std::optional<EngineImplementation::StoredRun> EngineImplementation::find_stored
         "the run in " + directory +
         " is not in the same chunks and ranks, and with units that have communicators of their own it can "
         "only be gone on from in place");
+  }
+  const std::size_t paths_here = config_.nvme.paths.size();
+  if (!agree_all_good(found.path_count == 0 || found.path_count == paths_here)) {
+    throw ConfigError("the run in " + directory + " is spread over " +
+                      (found.path_count == 0 ? std::string("more or fewer") : std::to_string(found.path_count)) +
+                      " paths, and nvme.paths names " + std::to_string(paths_here) + "; name those, in order");
   }
   // Other ranks or chunks, or a checkpoint that is newer: what is there moves aside, and the newest is loaded.
   if (found.any) {

@@ -83,6 +83,32 @@ TEST_F(Durability, ACommittedRunIsNotOverwrittenUnasked) {
   EXPECT_EQ(run(config, model_, {.steps = 1, .options = kResume}).resumed_at, 1U);
 }
 
+TEST_F(Durability, OtherPathsThanThoseOfTheRunHarmNothing) {
+  Config config = durable_config(path_, Tier::nvme, Timing::just_in_time);
+  const std::string a = path_ + "/a", b = path_ + "/b", c = path_ + "/c";
+  config.nvme.paths = {a, b};
+  run(config, model_, {.steps = 2});
+  const auto refused = [&](const std::vector<std::string>& paths, ExistingRun existing, const std::string& why) {
+    Config other = config;
+    other.nvme.paths = paths;
+    EXPECT_THAT(text_of<ConfigError>([&] {
+                  run(other, model_, {.steps = 3, .options = {existing, {}}});
+                }),
+                AllOf(HasSubstr(a), HasSubstr(why)));
+  };
+  for (const std::vector<std::string>& paths : {std::vector{a}, {a, b, c}}) {
+    refused(paths, ExistingRun::resume, "is spread over 2 paths, and nvme.paths names");
+  }
+  for (const ExistingRun existing : {ExistingRun::refuse, ExistingRun::resume}) {
+    refused({b, a}, existing, "name that run's paths in their order");
+    refused({c, b, a}, existing, "name that run's paths in their order");
+  }
+  EXPECT_EQ(run(config, model_, {.steps = 3, .options = kResume}).resumed_at, 2U);
+  config.nvme.paths = {b, a};
+  run(config, model_, {.steps = 1, .options = {ExistingRun::overwrite, {}}});
+  EXPECT_EQ(run(config, model_, {.steps = 2, .options = kResume}).resumed_at, 1U);
+}
+
 TEST_F(Durability, AnotherModelOrOptimizerIsRefusedWithWhatDiffers) {
   const Config config = durable_config(path_, Tier::nvme, Timing::just_in_time);
   run(config, model_, {.steps = 1});
