@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <map>
@@ -314,6 +315,8 @@ ChunkStore::~ChunkStore() = default;
 
 namespace {
 
+constexpr int kProbeWaitMs = 10'000;
+
 // Probes that were killed have left their files, which nobody holds. Whose file goes before it is locked makes another.
 void remove_old_probes(const std::string& directory) {
   std::error_code error;
@@ -342,12 +345,13 @@ std::uint64_t ChunkStore::probe_alignment_bytes(const std::vector<std::string>& 
       // another may have made it anew by the time we look.
       remove_old_probes(directory);
       std::optional<ChunkFile> opened;
+      const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(kProbeWaitMs);
       for (int tries = 0; !opened; ++tries) {
         directories.make(directory);
         try {
-          opened.emplace(name, 0);
+          opened.emplace(name, kProbeWaitMs);  // others look whether it is left over, and may hold it meanwhile
         } catch (const IoError&) {
-          if (tries == 100) throw;
+          if (tries == 100 || std::chrono::steady_clock::now() >= deadline) throw;
         }
       }
       ChunkFile& file = *opened;

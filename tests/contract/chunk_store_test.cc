@@ -5,15 +5,18 @@
 #include <ballast/io/chunk_store.h>
 #include <ballast/io/testing/faulty_storage.h>
 #include <ballast/io/testing/memory_storage.h>
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <linux/magic.h>
+#include <sys/file.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -538,6 +541,33 @@ TEST(ChunkStore, TheProbedAlignmentIsThatOfTheStoreAndLeavesNothing) {
   EXPECT_EQ(store.alignment_bytes(), probed);
   EXPECT_GE(probed, 512u);
   EXPECT_THROW(ChunkStore::probe_alignment_bytes({"/proc/x"}), IoError);
+}
+
+// As another rank does, which may be kept from running then.
+TEST(ChunkStore, AProbeWaitsForWhoeverLooksWhetherItIsLeftOver) {
+  const test::ScratchDirectory directory;
+  std::atomic<bool> done{false};
+  std::atomic<int> held{0};
+  std::thread other([&] {
+    while (!done) {
+      std::error_code error;
+      for (const auto& entry : std::filesystem::directory_iterator(directory.path(), error)) {
+        const int descriptor = ::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC);
+        if (descriptor < 0) continue;
+        if (::flock(descriptor, LOCK_EX | LOCK_NB) == 0 && std::filesystem::exists(entry.path(), error)) {
+          ++held;
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        }
+        ::close(descriptor);
+      }
+    }
+  });
+  for (int i = 0; i < 100'000 && held < 3; ++i) {
+    EXPECT_NO_THROW(ChunkStore::probe_alignment_bytes({directory.path()}));
+  }
+  done = true;
+  other.join();
+  EXPECT_GE(held, 3) << "it has never been looked at";
 }
 
 TEST(ChunkStore, TransfersOutsideTheirChunkOrOffAlignmentAreRefusedAtOnce) {

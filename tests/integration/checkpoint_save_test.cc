@@ -253,13 +253,15 @@ TEST_F(CheckpointSaving, AFailingDriveHarmsNeitherTheRunNorOlderOnesAndIsToldAtT
 }
 
 TEST_F(CheckpointSaving, AFolderThatGoesAwayIsAnErrorOfThatSave) {
-  LiveRun run(durable_config(path_, Tier::nvme, Timing::just_in_time), model_);
+  drive_.latency = milliseconds(500);  // it is not written before the folder goes
+  LiveRun run(durable_config(path_, Tier::nvme, Timing::just_in_time), model_, {.test_hooks = drive_.hooks()});
   run.trainer.step();
   run.engine.save_checkpoint(saved("p", 1));
   // As when somebody cleans up.
   std::filesystem::remove_all(saved("p", 1) + ".new");
   std::ofstream(saved("p", 1) + ".new") << "in the way";
   EXPECT_THAT(text_of<IoError>([&] { run.engine.finish_checkpoint(); }), HasSubstr("is not written"));
+  drive_.latency = milliseconds(0);
   run.trainer.step();
   run.engine.save_checkpoint(saved("p", 2));
   run.engine.settle();
