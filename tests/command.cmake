@@ -26,7 +26,7 @@ if(TARGET ballast)
     add_dependencies(${name} ballast)
   endforeach()
   if(TARGET ballast_mpi)
-    ballast_add_test(command_ranks_test LABEL integration TIMEOUT 300
+    ballast_add_test(command_ranks_test LABEL integration TIMEOUT 900
       SOURCES integration/command_ranks_test.cc integration/command_runner.cc
       LIBRARIES ballast_gpt ballast::engine nlohmann_json::nlohmann_json)
     target_compile_features(command_ranks_test PRIVATE cxx_std_20)

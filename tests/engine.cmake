@@ -33,11 +33,12 @@ target_include_directories(unit_communicators_test PRIVATE ${PROJECT_SOURCE_DIR}
 ballast_add_test(ranks_test LABEL integration TIMEOUT 900 SOURCES integration/ranks_test.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(ranks_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
-ballast_add_test(crash_test LABEL stress TIMEOUT 600 SOURCES stress/crash_test.cc
+ballast_add_test(crash_test LABEL stress TIMEOUT 1800 SOURCES stress/crash_test.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(crash_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
 ballast_add_test(durability_test LABEL integration TIMEOUT 600 SOURCES integration/durability_test.cc
-  LIBRARIES ballast::engine)
+  LIBRARIES ballast::engine ballast_io)
+target_include_directories(durability_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
 ballast_add_test(checkpoint_save_test LABEL integration TIMEOUT 600 SOURCES integration/checkpoint_save_test.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(checkpoint_save_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)

@@ -63,6 +63,7 @@ int run(const Options& options) {
   const double flush = bench.flush_seconds();
   const auto mixed = bench.run(Pattern::rewrite);
 
+  const double first_flushed = static_cast<double>(first.bytes) / (first.seconds + first_flush);
   const double flushed = static_cast<double>(write.bytes) / (write.seconds + flush);
   const auto line = [](const StorageBench::Result& result) {
     return rate_text(result.bytes_per_second()) + ", " + fixed_text(result.cpu_seconds_per_gigabyte() * 1e3, 1) +
@@ -72,7 +73,7 @@ int run(const Options& options) {
   print_table({{"read", line(read)},
                {"write", line(write)},
                {"write and flush", rate_text(flushed)},
-               {"first write, flushed", rate_text(static_cast<double>(first.bytes) / (first.seconds + first_flush))},
+               {"first write, flushed", rate_text(first_flushed)},
                {"mixed (both directions)", line(mixed)},
                {"size, block, depth", base::format_size(bytes) + ", " + base::format_size(config.nvme.block_bytes) +
                                           ", " + std::to_string(config.nvme.queue_depth)},
@@ -85,6 +86,7 @@ int run(const Options& options) {
     out["mixed_bytes_per_second"] = mixed.bytes_per_second();
     out["write_flushed_bytes_per_second"] = flushed;
     out["first_write_bytes_per_second"] = first.bytes_per_second();
+    out["first_write_flushed_bytes_per_second"] = first_flushed;
     out["cpu_seconds_per_gigabyte"] = {{"read", read.cpu_seconds_per_gigabyte()},
                                        {"write", write.cpu_seconds_per_gigabyte()},
                                        {"mixed", mixed.cpu_seconds_per_gigabyte()}};

@@ -7,11 +7,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <mutex>
@@ -245,7 +243,7 @@ void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt:
   engine.settle();  // the last step's pending updates, and its checkpoint, may still fail
 }
 
-// Before hours of training, not after them. Makes nothing.
+// Before hours of training, not after them. Leaves nothing.
 void require_folder(const std::string& folder, bool writable) {
   if (folder.empty()) return;
   std::error_code error;
@@ -256,8 +254,11 @@ void require_folder(const std::string& folder, bool writable) {
   if (!std::filesystem::is_directory(there, error)) {
     throw ConfigError("--checkpoint " + folder + ": " + there.string() + " is no folder; name another");
   }
-  if (!writable || ::access(there.c_str(), W_OK | X_OK) == 0) return;
-  throw ConfigError("--checkpoint " + folder + ": " + there.string() + " cannot be written: " + std::strerror(errno) +
+  if (!writable) return;
+  const std::filesystem::path trial = there / ("ballast-trial-" + std::to_string(::getpid()));
+  if (std::filesystem::create_directory(trial, error)) std::filesystem::remove(trial, error);
+  if (!error) return;
+  throw ConfigError("--checkpoint " + folder + ": " + there.string() + " cannot be written: " + error.message() +
                     "; name another folder");
 }
 
@@ -303,10 +304,10 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
   RunRecord record;
   if ((record.resumed_from = engine.resumed())) {
     std::string differs;
-    record.first_step = trainer.next_step(record.resumed_from->user_bytes, &differs);
+    record.first_step = trainer.next_step(record.resumed_from->user_bytes, options.learning_rate, &differs);
     std::printf("resumed from %s: going on at step %llu\n", record.resumed_from->path.c_str(),
                 static_cast<unsigned long long>(record.first_step));
-    if (!differs.empty()) environment.log(LogLevel::warning, "this is not how the run began: " + differs);
+    if (!differs.empty()) environment.log(LogLevel::warning, "the run goes on otherwise than it went: " + differs);
   } else {
     if (options.resume) std::printf("nothing to resume from: starting at step 0\n");
     engine.initialize([fill = trainer.fill()](ParameterId parameter, std::int64_t first, std::span<float> values) {
@@ -409,7 +410,8 @@ Command add_train(CLI::App& app) {
   parser->add_flag("--resume", options->resume,
                    "Go on from the newest committed step under nvme.paths or checkpoint; from step 0 where there is "
                    "none");
-  parser->add_flag("--overwrite", options->overwrite, "Replace a committed run under nvme.paths");
+  parser->add_flag("--overwrite", options->overwrite,
+                   "Remove a committed run under nvme.paths, and the checkpoints in --checkpoint");
   parser->add_option("--json", options->json, "Write all figures to FILE")->type_name("FILE");
   parser->add_option("--log", options->log, "Append one JSON line per step to FILE")->type_name("FILE");
   parser->add_option("--trace", options->trace, "Write a timeline for Perfetto to FILE")->type_name("FILE");

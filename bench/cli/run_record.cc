@@ -171,7 +171,7 @@ nlohmann::ordered_json to_json(const RunRecord& record) {
   out["parameters"] = report.parameters;
   out["world_size"] = report.world_size;
   out["first_step"] = record.first_step;
-  out["tokens_per_second"] = finite_or_null(record.tokens_per_second());
+  out["tokens_per_second"] = record.tokens_per_step > 0 ? finite_or_null(record.tokens_per_second()) : Json(nullptr);
   out["efficiency"] = finite_or_null(record.efficiency());
   out["bound_seconds"]["nvme"] = finite_or_null(record.nvme_bound_seconds());
   for (const auto& [lane, name] : kOtherLanes) out["bound_seconds"][name] = finite_or_null(record.bound_seconds(lane));

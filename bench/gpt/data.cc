@@ -8,9 +8,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 namespace ballast::gpt {
 
@@ -61,6 +63,16 @@ void ByteData::read(std::uint64_t offset, std::span<std::uint8_t> target) const 
     }
     done += static_cast<std::size_t>(got);
   }
+}
+
+std::uint64_t ByteData::fingerprint() const {
+  std::uint64_t hash = base::mix(bytes_);
+  std::vector<std::uint8_t> part(static_cast<std::size_t>(std::min<std::uint64_t>(bytes_, 64 << 10)));
+  for (const std::uint64_t offset : {std::uint64_t{0}, bytes_ - part.size()}) {
+    read(offset, part);
+    for (const std::uint8_t byte : part) hash = base::mix(hash + byte);
+  }
+  return hash;
 }
 
 std::uint64_t ByteData::sequence_offset(std::uint64_t seed, std::uint64_t index, std::uint64_t row,

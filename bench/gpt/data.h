@@ -25,6 +25,9 @@ class ByteData {
   // Throws IoError with file and offset.
   void read(std::uint64_t offset, std::span<std::uint8_t> target) const;
 
+  // Of its length and of the bytes at its beginning and its end.
+  std::uint64_t fingerprint() const;
+
   // Where the row-th sequence of batch `index` begins: a pure function of all arguments.
   std::uint64_t sequence_offset(std::uint64_t seed, std::uint64_t index, std::uint64_t row,
                                 std::int64_t sequence) const;

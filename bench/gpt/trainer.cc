@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstring>
 #include <span>
+#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -27,10 +28,12 @@ constexpr float kDeviation = 0.02f;
 
 // What is committed with every step.
 struct Position {
-  std::uint64_t magic = 0x3154504753414c42;  // tells whose bytes they are, and of which version
+  std::uint64_t magic = 0x3254504753414c42;  // tells whose bytes they are, and of which version
   std::uint64_t next_step = 0;
   std::uint64_t seed = 0;
-  std::int64_t batch = 0, sequence = 0;
+  std::int64_t batch = 0, sequence = 0, micro_batches = 0;
+  std::uint64_t data = 0;     // fingerprint
+  double learning_rate = -1;  // where given beside the configuration
 };
 
 View view_of(const Tensor& tensor) { return {tensor.data, tensor.dtype}; }
@@ -46,6 +49,7 @@ class GptTrainer::Implementation {
       : engine_(engine), shape_(shape), settings_(settings), data_(std::move(data)) {
     settings.validate(shape);
     data_->require_sequence(settings.sequence);
+    data_fingerprint_ = data_->fingerprint();
     const Config& config = engine.config();
     sequences_ = settings.batch / settings.micro_batches / settings.world_size;
     const bool vertical = settings.order == MicroBatchOrder::vertical;
@@ -115,8 +119,13 @@ class GptTrainer::Implementation {
     result.grad_norm = norm.value;
     result.updated = norm.finite;
     if (norm.finite) {
-      const Position position{
-          .next_step = index + 1, .seed = settings_.seed, .batch = settings_.batch, .sequence = settings_.sequence};
+      const Position position{.next_step = index + 1,
+                              .seed = settings_.seed,
+                              .batch = settings_.batch,
+                              .sequence = settings_.sequence,
+                              .micro_batches = settings_.micro_batches,
+                              .data = data_fingerprint_,
+                              .learning_rate = learning_rate.value_or(-1)};
       step.update(std::as_bytes(std::span(&position, 1)));
       discards_ = 0;
       return result;
@@ -130,7 +139,8 @@ class GptTrainer::Implementation {
     return result;
   }
 
-  std::uint64_t next_step(std::span<const std::byte> user_bytes, std::string* differs) const {
+  std::uint64_t next_step(std::span<const std::byte> user_bytes, std::optional<double> learning_rate,
+                          std::string* differs) const {
     Position position;
     differs->clear();
     if (user_bytes.empty()) return 0;  // the state before any step
@@ -138,14 +148,21 @@ class GptTrainer::Implementation {
     if (user_bytes.size() == sizeof position) std::memcpy(&position, user_bytes.data(), sizeof position);
     if (user_bytes.size() != sizeof position || position.magic != magic)
       throw ConfigError("the committed run was not written by this trainer, so its place in the data is not known");
-    const auto compare = [&](const char* name, std::uint64_t there, std::uint64_t here) {
-      if (there == here) return;
-      *differs += (differs->empty() ? "" : ", ") + std::string(name) + " (" + std::to_string(there) + " there, " +
-                  std::to_string(here) + " here)";
+    const auto add = [&](const std::string& what) { *differs += (differs->empty() ? "" : ", ") + what; };
+    const auto compare = [&](const char* name, auto before, auto now) {
+      if (before == now) return;
+      std::ostringstream numbers;
+      numbers << name << " (" << before << " before, " << now << " now)";
+      add(numbers.str());
     };
     compare("seed", position.seed, settings_.seed);
-    compare("batch", static_cast<std::uint64_t>(position.batch), static_cast<std::uint64_t>(settings_.batch));
-    compare("sequence", static_cast<std::uint64_t>(position.sequence), static_cast<std::uint64_t>(settings_.sequence));
+    compare("batch", position.batch, settings_.batch);
+    compare("sequence", position.sequence, settings_.sequence);
+    compare("micro-batches", position.micro_batches, settings_.micro_batches);
+    const double configured = engine_.config().optimizer.learning_rate;
+    compare("learning rate", position.learning_rate < 0 ? configured : position.learning_rate,
+            learning_rate.value_or(configured));
+    if (position.data != data_fingerprint_) add("the data, now " + data_->path());
     return position.next_step;
   }
 
@@ -366,6 +383,7 @@ class GptTrainer::Implementation {
   const GptShape shape_;
   const TrainSettings settings_;
   const std::shared_ptr<const ByteData> data_;
+  std::uint64_t data_fingerprint_ = 0;
   std::int64_t sequences_ = 0;  // of this rank in one micro-batch
   std::unique_ptr<GptMath> math_;
   std::vector<UnitId> units_;
@@ -393,8 +411,9 @@ Engine::Fill GptTrainer::fill() const {
 StepResult GptTrainer::step(std::uint64_t index, std::optional<double> learning_rate) {
   return implementation_->step(index, learning_rate);
 }
-std::uint64_t GptTrainer::next_step(std::span<const std::byte> user_bytes, std::string* differs) const {
-  return implementation_->next_step(user_bytes, differs);
+std::uint64_t GptTrainer::next_step(std::span<const std::byte> user_bytes, std::optional<double> learning_rate,
+                                    std::string* differs) const {
+  return implementation_->next_step(user_bytes, learning_rate, differs);
 }
 double GptTrainer::evaluate(std::uint64_t index) { return implementation_->evaluate(index); }
 std::uint64_t GptTrainer::tokens_per_step() const { return implementation_->tokens_per_step(); }

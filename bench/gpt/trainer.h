@@ -45,9 +45,11 @@ class GptTrainer {
   static constexpr int kDiscardsMaxScaled = 20;
 
   // The index that step() is called with next after the committed step of these bytes, which it had handed to
-  // Step::update(). Throws ConfigError where they are not a GptTrainer's. *differs: what of seed, batch and sequence is
-  // not as it was then, so that the run is not the one that would have gone on; empty where all is.
-  std::uint64_t next_step(std::span<const std::byte> user_bytes, std::string* differs) const;
+  // Step::update(). Throws ConfigError where they are not a GptTrainer's. *differs: what of data, seed,
+  // batch, sequence, micro-batches and learning rate is not as it was then, so that the run is not the one that would
+  // have gone on; empty where all is.
+  std::uint64_t next_step(std::span<const std::byte> user_bytes, std::optional<double> learning_rate,
+                          std::string* differs) const;
 
   // Mean loss over one batch of that index, drawn from another stream than the training batches; updates nothing.
   double evaluate(std::uint64_t index);

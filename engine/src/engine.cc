@@ -158,45 +158,50 @@ Engine::Engine(const Config& config, EngineEnvironment environment)
 Engine::~Engine() = default;
 Engine::Engine(Engine&&) noexcept = default;
 
-UnitId Engine::add_unit(std::string name, std::vector<ParameterSpec> parameters, UnitOptions options) {
-  return implementation_->add_unit(std::move(name), std::move(parameters), std::move(options));
-}
-ParameterId Engine::parameter(UnitId unit, std::string_view name) const {
-  return implementation_->parameter(unit, name);
-}
-void Engine::expect_order(std::vector<ExpectedAccess> accesses, int micro_batches) {
-  implementation_->expect_order(std::move(accesses), micro_batches);
-}
-void Engine::commit(const CommitOptions& options) { implementation_->commit(options); }
-const std::optional<ResumedStep>& Engine::resumed() const { return implementation_->resumed(); }
-std::optional<std::uint64_t> Engine::committed_step() const { return implementation_->committed_step(); }
-void Engine::initialize(const Fill& fill) { implementation_->initialize(fill); }
-Step Engine::begin_step(StepOptions options) { return implementation_->begin_step(std::move(options)); }
-PassScope Engine::begin_pass(PassOptions options) { return implementation_->begin_pass(options, false); }
-ParameterLease Engine::acquire(UnitId unit, Stream stream) { return implementation_->acquire(unit, stream); }
-GradientLease Engine::gradients(UnitId unit, Stream stream) { return implementation_->gradients(unit, stream); }
-void Engine::save_checkpoint(const std::string& path, std::size_t keep) {
-  implementation_->save_checkpoint(path, keep);
+EngineImplementation& Engine::implementation() const {
+  if (implementation_ == nullptr) throw UsageError("this engine has been moved from");
+  return *implementation_;
 }
 
-void Engine::finish_checkpoint() { implementation_->finish_checkpoint(); }
-void Engine::settle() { implementation_->settle(); }
+UnitId Engine::add_unit(std::string name, std::vector<ParameterSpec> parameters, UnitOptions options) {
+  return implementation().add_unit(std::move(name), std::move(parameters), std::move(options));
+}
+ParameterId Engine::parameter(UnitId unit, std::string_view name) const {
+  return implementation().parameter(unit, name);
+}
+void Engine::expect_order(std::vector<ExpectedAccess> accesses, int micro_batches) {
+  implementation().expect_order(std::move(accesses), micro_batches);
+}
+void Engine::commit(const CommitOptions& options) { implementation().commit(options); }
+const std::optional<ResumedStep>& Engine::resumed() const { return implementation().resumed(); }
+std::optional<std::uint64_t> Engine::committed_step() const { return implementation().committed_step(); }
+void Engine::initialize(const Fill& fill) { implementation().initialize(fill); }
+Step Engine::begin_step(StepOptions options) { return implementation().begin_step(std::move(options)); }
+PassScope Engine::begin_pass(PassOptions options) { return implementation().begin_pass(options, false); }
+ParameterLease Engine::acquire(UnitId unit, Stream stream) { return implementation().acquire(unit, stream); }
+GradientLease Engine::gradients(UnitId unit, Stream stream) { return implementation().gradients(unit, stream); }
+void Engine::save_checkpoint(const std::string& path, std::size_t keep) {
+  implementation().save_checkpoint(path, keep);
+}
+
+void Engine::finish_checkpoint() { implementation().finish_checkpoint(); }
+void Engine::settle() { implementation().settle(); }
 void Engine::read(ParameterId id, std::int64_t first_element, std::span<float> values) {
-  implementation_->read(id, first_element, values);
+  implementation().read(id, first_element, values);
 }
 void Engine::read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg,
                           std::span<float> exp_avg_sq) {
-  implementation_->read_moments(id, first_element, exp_avg, exp_avg_sq);
+  implementation().read_moments(id, first_element, exp_avg, exp_avg_sq);
 }
-std::uint64_t Engine::step_count(ParameterId id) { return implementation_->step_count(id); }
-Stream Engine::stream() const { return implementation_->stream(); }
-Stream Engine::make_stream(std::string_view name) { return implementation_->make_stream(name); }
+std::uint64_t Engine::step_count(ParameterId id) { return implementation().step_count(id); }
+Stream Engine::stream() const { return implementation().stream(); }
+Stream Engine::make_stream(std::string_view name) { return implementation().make_stream(name); }
 Stream Engine::adopt_stream(void* native_handle, std::string_view name) {
-  return implementation_->adopt_stream(native_handle, name);
+  return implementation().adopt_stream(native_handle, name);
 }
-std::uint64_t Engine::layout_generation() const { return implementation_->layout_generation(); }
-Report Engine::report() const { return implementation_->report(); }
-void Engine::write_trace(const std::string& path) const { implementation_->write_trace(path); }
-const Config& Engine::config() const { return implementation_->config(); }
+std::uint64_t Engine::layout_generation() const { return implementation().layout_generation(); }
+Report Engine::report() const { return implementation().report(); }
+void Engine::write_trace(const std::string& path) const { implementation().write_trace(path); }
+const Config& Engine::config() const { return implementation().config(); }
 
 }  // namespace ballast

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstring>
 #include <exception>
+#include <filesystem>
 #include <optional>
 
 #include "chunk_values.h"
@@ -35,6 +36,18 @@ void EngineImplementation::require_between_steps(const char* what) const {
 void EngineImplementation::save_checkpoint(const std::string& path, std::size_t keep) {
   require_between_steps("save_checkpoint");
   if (path.empty()) throw UsageError("save_checkpoint without a path");
+  // The folder is replaced as a whole.
+  const auto whole = [](const std::string& folder) {
+    std::error_code error;
+    const std::filesystem::path found = std::filesystem::weakly_canonical(std::filesystem::absolute(folder), error);
+    return (found / "").lexically_normal().string();
+  };
+  for (const std::string& storage : config_.nvme.paths) {
+    if (whole(storage).starts_with(whole(path))) {
+      throw UsageError("save_checkpoint to " + path + ", where the run itself lies (nvme.paths: " + storage +
+                       "); name a folder of its own");
+    }
+  }
   if (!unit_communicators_.empty()) {
     throw UsageError(
         "save_checkpoint with units that have communicators of their own: no rank knows all units; commit "

@@ -263,6 +263,7 @@ class EngineImplementation {
   bool contributed_to(std::uint32_t unit) const;
   void prepare_update(std::uint32_t unit, double gradient_scale);
   double learning_rate(int group) const;
+  bool has_group(int group) const;
   double weight_decay(int group) const;
   std::string first_non_finite() const;
   template <class Visit>

@@ -28,7 +28,6 @@ struct EngineImplementation::CommittedSteps {
   bool any = false;                   // on any rank
   std::uint64_t moved = kNothing;     // of a run that has been moved aside
   std::string damage;                 // of this rank's newest
-  std::uint32_t path_count = 0;       // that they are spread over; 0: unknown
 
   // The newest below `limit` whose manifest every rank has.
   std::optional<std::uint64_t> newest_below(std::uint64_t limit) const {
@@ -84,7 +83,6 @@ EngineImplementation::CommittedSteps EngineImplementation::committed_steps(bool 
       try {
         log.load(step, &layout, &manifest);
         mine[count++] = step;
-        found.path_count = layout.path_count;
       } catch (const CorruptionError& error) {
         if (found.damage.empty()) found.damage = error.what();
       }
@@ -115,11 +113,20 @@ std::uint64_t EngineImplementation::moved_step() {
 // A run's manifests lie under the first of its paths: under another one they are those of a run whose paths were
 // others, or in another order, and this one would write over its chunks.
 void EngineImplementation::meet_runs_of_other_paths(const CommitOptions& options) {
-  std::string other;
-  for (std::size_t i = 1; plan_.uses_nvme && i < config_.nvme.paths.size(); ++i) {
-    const std::string& path = config_.nvme.paths[i];
+  const std::vector<std::string>& paths = config_.nvme.paths;
+  const bool overwrite = options.existing == ExistingRun::overwrite;
+  std::string other, place;
+  for (std::size_t i = 0; plan_.uses_nvme && !overwrite && i < paths.size(); ++i) {
+    const auto stored = io::ChunkStore::stored_place(paths[i], plan_.rank);
+    const bool kept = stored && stored->slots_per_chunk > 1;  // by durable steps
+    if (!kept || (stored->path_index == i && stored->path_count == paths.size())) continue;
+    place = "storage path " + paths[i] + " holds chunks of a run with durable steps, of whose " +
+            std::to_string(stored->path_count) + " paths it is number " + std::to_string(stored->path_index + 1);
+  }
+  for (std::size_t i = 1; plan_.uses_nvme && i < paths.size(); ++i) {
+    const std::string& path = paths[i];
     const bool first_rank = communicator_->rank() == 0;
-    if (options.existing == ExistingRun::overwrite) {
+    if (overwrite) {
       engine::ManifestLog(io::make_small_files(path), plan_.rank).remove_all();
       if (first_rank) engine::remove_folder(moved_path(i));
     } else if (first_rank) {
@@ -129,12 +136,14 @@ void EngineImplementation::meet_runs_of_other_paths(const CommitOptions& options
       if (other.empty() && (holds(path) || holds(moved_path(i)))) other = path;
     }
   }
-  if (agree_all_good(other.empty())) return;
-  throw ConfigError(
-      "storage path " + (other.empty() ? std::string("of the first rank") : other) +
-      " holds a committed run whose first path it is, and is not the first in nvme.paths; name that run's paths in "
-      "their "
-      "order to go on from it, name others, or say that it may be overwritten (ballast train: --overwrite)");
+  if (place.empty() && !other.empty()) {
+    place = "storage path " + other + " holds a committed run whose first path it is, and is not the first here";
+  }
+  if (agree_all_good(place.empty())) return;
+  if (place.empty()) place = "a storage path of another rank holds part of a run with other nvme.paths";
+  throw ConfigError(place +
+                    "; name that run's paths in their order to go on from it, name others, or say that it may be "
+                    "overwritten (ballast train: --overwrite)");
 }
 
 void EngineImplementation::forget_stored_run() {
@@ -254,12 +263,6 @@ std::optional<EngineImplementation::StoredRun> EngineImplementation::find_stored
         "the run in " + directory +
         " is not in the same chunks and ranks, and with units that have communicators of their own it can "
         "only be gone on from in place");
-  }
-  const std::size_t paths_here = config_.nvme.paths.size();
-  if (!agree_all_good(found.path_count == 0 || found.path_count == paths_here)) {
-    throw ConfigError("the run in " + directory + " is spread over " +
-                      (found.path_count == 0 ? std::string("more or fewer") : std::to_string(found.path_count)) +
-                      " paths, and nvme.paths names " + std::to_string(paths_here) + "; name those, in order");
   }
   // Other ranks or chunks, or a checkpoint that is newer: what is there moves aside, and the newest is loaded.
   if (found.any) {

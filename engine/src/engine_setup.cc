@@ -279,6 +279,7 @@ const ParameterLayout& EngineImplementation::parameter_layout(ParameterId id) co
 void EngineImplementation::initialize(const Engine::Fill& fill) {
   require_committed();
   if (initialized_) throw UsageError("Engine::initialize has been called already");
+  if (!fill) throw UsageError("Engine::initialize with an empty function");
   const engine::Layout& layout = plan_.layout;
   ExtentBuffer extent(most_chunk_bytes(layout));
   std::vector<float> values;

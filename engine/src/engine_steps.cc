@@ -28,6 +28,9 @@ Step EngineImplementation::begin_step(StepOptions options) {
   for (const GroupRate& rate : options.group_rates) {
     check_rate(rate.learning_rate, "learning_rate");
     if (rate.weight_decay) check_rate(*rate.weight_decay, "weight_decay");
+    if (!has_group(rate.group)) {
+      throw UsageError("group_rates name group " + std::to_string(rate.group) + ", which no parameter is in");
+    }
   }
   if (plan_.timing == Timing::eager && options.micro_batches > 1 && expected_micro_batches_ == 1) {
     for (std::size_t u = 0; u < units_.size(); ++u) {
@@ -60,6 +63,15 @@ Step EngineImplementation::begin_step(StepOptions options) {
   Step step;
   step.engine_ = this;
   return step;
+}
+
+bool EngineImplementation::has_group(int group) const {
+  for (const engine::UnitLayout& unit : plan_.layout.units) {
+    for (const engine::ParameterLayout& parameter : unit.parameters) {
+      if (parameter.group == group) return true;
+    }
+  }
+  return false;
 }
 
 double EngineImplementation::learning_rate(int group) const {

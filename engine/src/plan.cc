@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <string>
 
 namespace ballast::engine {
@@ -68,6 +69,9 @@ class Planner {
     choose_stored_gradients();
     if (config_.placement.automatic) {
       choose_automatically();
+      plan_.placement_name = "auto: parameters " + tiers_text(&ChunkPlacement::parameters) + ", gradients " +
+                             tiers_text(&ChunkPlacement::gradients) + ", optimizer " +
+                             tiers_text(&ChunkPlacement::optimizer);
     } else {
       const auto& p = config_.placement;
       set_tiers(p.parameters, p.gradients, p.optimizer);
@@ -282,8 +286,25 @@ class Planner {
     }
   }
 
+  // "nvme", or "30 % host, 70 % nvme", by elements.
+  std::string tiers_text(Tier ChunkPlacement::*state) const {
+    std::map<Tier, std::uint64_t> elements;
+    std::uint64_t all = 0;
+    for (std::size_t c = 0; c < plan_.placement.size(); ++c) {
+      elements[plan_.placement[c].*state] += plan_.layout.chunks[c].elements;
+      all += plan_.layout.chunks[c].elements;
+    }
+    std::string text;
+    for (const auto& [tier, count] : elements) {
+      if (elements.size() == 1) return std::string(to_string(tier));
+      text += (text.empty() ? "" : " and ") +
+              std::to_string((100 * count + all / 2) / std::max<std::uint64_t>(all, 1)) + " % " +
+              std::string(to_string(tier));
+    }
+    return text.empty() ? "nowhere" : text;
+  }
+
   void choose_automatically() {
-    plan_.placement_name = "auto";
     const auto stored_before = plan_.stored_gradients;
     set_tiers(Tier::device, Tier::device, Tier::device);
     if (device_fits() && needs().minimum() <= config_.budget.host_bytes) return;

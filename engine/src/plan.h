@@ -50,7 +50,7 @@ struct Plan {
   std::uint64_t granule = 0;
   std::uint64_t chunk_elements = 0;
   Timing timing = Timing::just_in_time;
-  std::string placement_name;  // "auto", or the three tiers
+  std::string placement_name;  // the three tiers; "auto: " before where they were chosen
   bool uses_nvme = false;      // has states there, or commits steps there
   bool nvme_gradients = false;
   bool durable = false;

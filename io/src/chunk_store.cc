@@ -368,6 +368,21 @@ std::uint64_t ChunkStore::probe_alignment_bytes(const std::vector<std::string>& 
   return alignment;
 }
 
+std::optional<ChunkStore::StoredPlace> ChunkStore::stored_place(const std::string& path, std::uint32_t rank) {
+  const std::string name = file_path(path, rank);
+  const int descriptor = ::open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+  if (descriptor < 0) return std::nullopt;
+  HeaderBlock block;
+  const ssize_t got = ::pread(descriptor, block.data(), block.size(), 0);
+  ::close(descriptor);
+  ChunkFileHeader header;
+  std::string reason;
+  if (got < 0 || !decode_header(std::span(block).first(static_cast<std::size_t>(got)), &header, &reason)) {
+    return std::nullopt;
+  }
+  return StoredPlace{header.path_index, header.path_count, header.slots_per_chunk};
+}
+
 bool ChunkStore::register_memory(std::span<std::byte> memory, std::string* reason) {
   for (Implementation::Path& path : implementation_->paths) {
     if (!path.storage->register_memory(memory, reason)) return false;

@@ -108,7 +108,9 @@ TEST_F(Training, LossesAreTheSameBitsWhereverTheStatesLive) {
   const Json nvme = figures("nvme", {"--steps", "3"});
   EXPECT_EQ(figures("in-memory", {"--steps", "3"})["losses"], nvme["losses"]);
   EXPECT_EQ(figures("host", {"--steps", "3"})["losses"], nvme["losses"]);
-  EXPECT_EQ(figures("auto", {"--steps", "3"})["losses"], nvme["losses"]);
+  const Json automatic = figures("auto", {"--steps", "3"});
+  EXPECT_EQ(automatic["losses"], nvme["losses"]);
+  EXPECT_EQ(automatic["placement"], "auto: parameters device, gradients device, optimizer device");
   EXPECT_NE(figures("host", {"--steps", "3", "--seed", "5"})["losses"], nvme["losses"]);
   EXPECT_EQ(figures("host", {"--steps", "2"})["bytes_per_step"]["nvme_read"], 0);
 }
@@ -196,6 +198,24 @@ TEST_F(Training, AResumeMakesUpForTheCheckpointThatAnInterruptionTook) {
   again("5", {"step-2", "step-4", "step-5"});
   std::filesystem::create_directory(saves + "/step-2.new");  // killed while an old one was removed
   again("5", {"step-2", "step-4", "step-5"});
+}
+
+TEST_F(Training, ARunThatGoesOnOtherwiseSaysWhatDiffers) {
+  const auto go_on = [&](const std::string& steps, const Arguments& more) {
+    Arguments arguments = {"--steps", steps, "--set", "durability=step", "--resume"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const CommandResult result = run_command(train("nvme", arguments, "2"));
+    EXPECT_EQ(result.status, 0) << result.error;
+    return result.error;
+  };
+  EXPECT_THAT(go_on("1", {}), IsEmpty());
+  EXPECT_THAT(go_on("2", {}), IsEmpty());
+  EXPECT_THAT(go_on("3", {"--micro-batches", "2"}), HasSubstr("micro-batches (1 before, 2 now)"));
+  EXPECT_THAT(go_on("4", {"--micro-batches", "2", "--learning-rate", "0.25"}), HasSubstr("learning rate ("));
+  const std::string kept = read_file(data_);
+  scratch_.write("text", kept + "more");
+  EXPECT_THAT(go_on("5", {"--micro-batches", "2", "--learning-rate", "0.25"}),
+              AllOf(HasSubstr("the data, now " + data_), Not(HasSubstr("learning rate"))));
 }
 
 TEST_F(Training, NeverSavesBesideTheCheckpointsOfAnotherRun) {
@@ -336,6 +356,7 @@ TEST_F(Training, BenchStepTouchesNoRunAndNoCheckpointOfOthersAndLeavesNothing) {
   }
   EXPECT_EQ(bench({"--set", R"(durability={"every": 3})"}).status, 0);
   EXPECT_EQ(files(), before);
+  EXPECT_TRUE(Json::parse(read_file(json))["tokens_per_second"].is_null());
   const CommandResult refused = bench({});  // it would write where the run lies
   EXPECT_EQ(refused.status, 2);
   EXPECT_THAT(refused.error, HasSubstr("holds a committed run"));

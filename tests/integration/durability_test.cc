@@ -7,10 +7,13 @@
 #include <sys/file.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <optional>
 
+#include "durable/manifest.h"
 #include "support/durable_runs.h"
 #include "support/on_ranks.h"
 
@@ -94,14 +97,14 @@ TEST_F(Durability, OtherPathsThanThoseOfTheRunHarmNothing) {
     EXPECT_THAT(text_of<ConfigError>([&] {
                   run(other, model_, {.steps = 3, .options = {existing, {}}});
                 }),
-                AllOf(HasSubstr(a), HasSubstr(why)));
+                AllOf(HasSubstr(why), HasSubstr("name that run's paths in their order")));
   };
-  for (const std::vector<std::string>& paths : {std::vector{a}, {a, b, c}}) {
-    refused(paths, ExistingRun::resume, "is spread over 2 paths, and nvme.paths names");
-  }
   for (const ExistingRun existing : {ExistingRun::refuse, ExistingRun::resume}) {
-    refused({b, a}, existing, "name that run's paths in their order");
-    refused({c, b, a}, existing, "name that run's paths in their order");
+    refused({a}, existing, a + " holds chunks of a run with durable steps, of whose 2 paths it is number 1");
+    refused({b}, existing, b + " holds chunks of a run with durable steps, of whose 2 paths it is number 2");
+    refused({b, a}, existing, "of whose 2 paths");
+    refused({a, b, c}, existing, "of whose 2 paths");
+    refused({c, b, a}, existing, "of whose 2 paths");
   }
   EXPECT_EQ(run(config, model_, {.steps = 3, .options = kResume}).resumed_at, 2U);
   config.nvme.paths = {b, a};
@@ -206,6 +209,58 @@ TEST_F(Durability, ADamagedOrHalfWrittenCheckpointGivesWayToAnOlderOne) {
   std::filesystem::resize_file(chunks, std::filesystem::file_size(chunks) / 2);
   const Outcome next = run(config, model_, {.steps = 4, .options = {ExistingRun::resume, folder}});
   EXPECT_EQ(next.resumed_at, 2U);
+}
+
+TEST_F(Durability, ACheckpointNeverTakesThePlaceOfTheRunItself) {
+  Config config = durable_config(path_, Tier::nvme, Timing::just_in_time);
+  config.nvme.paths = {path_ + "/runs/a", path_ + "/runs/b"};
+  {
+    Engine engine(config);
+    SyntheticTrainer trainer(engine, model_);
+    engine.commit();
+    trainer.initialize();
+    trainer.step();
+    for (const char* place : {"/runs/a", "/runs/b/", "/runs/./b", "/runs", ""}) {
+      EXPECT_THAT(text_of<UsageError>([&] { engine.save_checkpoint(path_ + place); }), HasSubstr("of its own"))
+          << place;
+    }
+    engine.save_checkpoint(path_ + "/runs/a/saves/step-1");
+    engine.save_checkpoint(path_ + "/runs/b2");
+    trainer.step();
+    engine.settle();
+  }
+  EXPECT_EQ(run(config, model_, {.steps = 2, .options = kResume}).resumed_at, 2U);
+}
+
+// Kept as whole numbers: no float of any width counts on here.
+TEST_F(Durability, StepCountsGoOnFromAnyNumber) {
+  const std::string saved = path_ + "/saved/step-1", next = path_ + "/next";
+  const Config config = plain_config(path_, Tier::nvme, Timing::just_in_time);
+  run(config, model_, {.steps = 1, .save_to = saved});
+  for (const std::uint64_t count : {std::uint64_t{256}, std::uint64_t{2048}, std::uint64_t{1} << 24,
+                                    (std::uint64_t{1} << 32) - 1, std::uint64_t{1} << 53}) {
+    engine::ManifestLog log(io::make_small_files(saved), 0);
+    engine::StoredLayout layout;
+    engine::Manifest manifest;
+    log.load(1, &layout, &manifest);
+    for (auto& unit : manifest.step_counts) std::fill(unit.begin(), unit.end(), count);
+    log.publish(engine::encode_layout(layout), manifest);
+    const Outcome on =
+        run(config, model_, {.steps = 2, .options = {ExistingRun::resume, saved}, .save_to = next + "/step-2"});
+    EXPECT_EQ(on.resumed_at, 1U);
+    for (const float value : on.values) ASSERT_TRUE(std::isfinite(value));
+    engine::ManifestLog(io::make_small_files(next + "/step-2"), 0).load(2, &layout, &manifest);
+    std::size_t index = 0;
+    for (const auto& unit : manifest.step_counts) {
+      for (const std::uint64_t saved_count : unit) {
+        EXPECT_EQ(saved_count, on.counts[index]);
+        EXPECT_TRUE(saved_count == count + 1 || saved_count == count) << saved_count;  // without a gradient it stands
+        ++index;
+      }
+    }
+    EXPECT_GT(std::count(on.counts.begin(), on.counts.end(), count + 1), 0);
+    std::filesystem::remove_all(next);
+  }
 }
 
 TEST_F(Durability, AFolderInUseAndOneThatCannotBeWrittenAreErrorsAndTrainingGoesOn) {

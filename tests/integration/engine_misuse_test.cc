@@ -49,6 +49,22 @@ TEST(UsageTest, AnInterruptLeavesCommitWhichMayBeTriedAgain) {
   }
 }
 
+TEST(UsageTest, EnginesThatAreGoneEmptyFunctionsAndUnknownGroupsAreErrors) {
+  const TemporaryDirectory directory;
+  Engine first(nvme_config(directory.path(), Timing::just_in_time));
+  Engine engine(std::move(first));
+  EXPECT_THROW(first.settle(), UsageError);  // NOLINT(bugprone-use-after-move)
+  EXPECT_THROW(static_cast<void>(first.report()), UsageError);
+  SyntheticTrainer trainer(engine, small_model());
+  engine.commit();
+  EXPECT_THROW(engine.initialize({}), UsageError);
+  trainer.initialize();
+  StepOptions options;
+  options.group_rates = {{17, 0.1, {}}};
+  EXPECT_THROW(engine.begin_step(options), UsageError);
+  trainer.step();
+}
+
 TEST(UsageTest, GradientsBelongToThePassTheyWereOpenedIn) {
   for (const Timing timing : {Timing::eager, Timing::just_in_time, Timing::after_backward}) {
     SCOPED_TRACE(to_string(timing));

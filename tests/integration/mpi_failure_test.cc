@@ -54,7 +54,7 @@ Outcome run(int ranks, const std::string& scenario) {
   return outcome;
 }
 
-constexpr double kTimeoutSeconds = 2;  // the worker's
+constexpr double kTimeoutSeconds = 4;  // the worker's
 constexpr double kSlackSeconds = 10;   // for a busy machine
 constexpr int kRanks = 3;
 

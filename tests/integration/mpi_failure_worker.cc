@@ -22,7 +22,7 @@ namespace {
 using namespace ballast;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::milliseconds kTimeout{2000};
+constexpr std::chrono::milliseconds kTimeout{4000};
 constexpr std::size_t kPartBytes = std::size_t{8} << 20;
 
 void say(int rank, const std::string& text, double seconds) {

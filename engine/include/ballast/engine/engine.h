@@ -302,6 +302,7 @@ class Engine {
   const Config& config() const;
 
  private:
+  EngineImplementation& implementation() const;  // UsageError where it has been moved from
   std::unique_ptr<EngineImplementation> implementation_;
 };
 

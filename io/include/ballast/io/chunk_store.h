@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -68,6 +69,13 @@ class ChunkStore {
   // The alignment that paths would ask for, before any store exists (directories are probed by a real direct write and
   // read). At least 512. Throws IoError for an unusable path. Directories that it had to make are removed again.
   static std::uint64_t probe_alignment_bytes(const std::vector<std::string>& paths);
+
+  // What a rank's chunk file in a path says of itself. Any time; nothing where there is none that is whole.
+  struct StoredPlace {
+    std::uint32_t path_index = 0, path_count = 0;  // among its run's paths
+    std::uint32_t slots_per_chunk = 0;
+  };
+  static std::optional<StoredPlace> stored_place(const std::string& path, std::uint32_t rank);
 
   bool register_memory(std::span<std::byte> memory, std::string* reason);
   void submit(std::span<Transfer* const> transfers);
