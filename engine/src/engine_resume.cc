@@ -157,10 +157,11 @@ void EngineImplementation::forget_stored_run() {
 // Before this run saves its own beside them: it could not be told from them which run is which.
 void EngineImplementation::meet_checkpoints(const CommitOptions& options) {
   const std::string& folder = options.checkpoints;
-  std::uint64_t newest = UINT64_MAX;
+  std::uint64_t newest = kNothing, itself = 0;
   std::string failure;
   if (communicator_->rank() == 0) {
     try {
+      itself = engine::ManifestLog::steps_of(*io::make_small_files(folder)).empty() ? 0 : 1;
       if (options.existing == ExistingRun::resume) engine::tidy_checkpoints(folder);
       if (options.existing == ExistingRun::overwrite) engine::remove_checkpoints(folder);
       if (const auto there = engine::list_checkpoints(folder); !there.empty()) newest = there.front().first;
@@ -173,7 +174,13 @@ void EngineImplementation::meet_checkpoints(const CommitOptions& options) {
                                   : failure);
   }
   communicator_->broadcast(std::as_writable_bytes(std::span(&newest, 1)), 0);
-  if (options.existing != ExistingRun::refuse || newest == UINT64_MAX) return;
+  communicator_->broadcast(std::as_writable_bytes(std::span(&itself, 1)), 0);
+  if (itself != 0 && options.existing != ExistingRun::resume) {
+    throw ConfigError(folder +
+                      " is a checkpoint, not a folder to save checkpoints in; name the folder around it, or "
+                      "go on from it (ballast train: --resume)");
+  }
+  if (options.existing != ExistingRun::refuse || newest == kNothing) return;
   throw ConfigError("folder " + folder + " holds checkpoints of a run, the newest of step " + std::to_string(newest) +
                     "; go on from it, say that they may be overwritten (ballast train: --resume, --overwrite), or name "
                     "another folder");
