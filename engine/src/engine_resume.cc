@@ -157,13 +157,15 @@ void EngineImplementation::forget_stored_run() {
 // Before this run saves its own beside them: it could not be told from them which run is which.
 void EngineImplementation::meet_checkpoints(const CommitOptions& options) {
   const std::string& folder = options.checkpoints;
-  std::uint64_t newest = kNothing, itself = 0;
+  const bool resume = options.existing == ExistingRun::resume;
+  std::array<std::uint64_t, 2> words = {kNothing, 0};  // what the first rank finds
+  auto& [newest, is_checkpoint] = words;
   std::string failure;
   if (communicator_->rank() == 0) {
     try {
-      itself = engine::ManifestLog::steps_of(*io::make_small_files(folder)).empty() ? 0 : 1;
-      if (options.existing == ExistingRun::resume) engine::tidy_checkpoints(folder);
-      if (options.existing == ExistingRun::overwrite) engine::remove_checkpoints(folder);
+      is_checkpoint = engine::ManifestLog::steps_of(*io::make_small_files(folder)).empty() ? 0 : 1;
+      if (resume) engine::tidy_checkpoints(folder);
+      if (options.existing == ExistingRun::overwrite && is_checkpoint == 0) engine::remove_checkpoints(folder);
       if (const auto there = engine::list_checkpoints(folder); !there.empty()) newest = there.front().first;
     } catch (const IoError& error) {
       failure = error.what();
@@ -173,9 +175,8 @@ void EngineImplementation::meet_checkpoints(const CommitOptions& options) {
     throw IoError(failure.empty() ? "the folder of checkpoints " + folder + " cannot be made ready by the first rank"
                                   : failure);
   }
-  communicator_->broadcast(std::as_writable_bytes(std::span(&newest, 1)), 0);
-  communicator_->broadcast(std::as_writable_bytes(std::span(&itself, 1)), 0);
-  if (itself != 0 && options.existing != ExistingRun::resume) {
+  communicator_->broadcast(std::as_writable_bytes(std::span(words)), 0);
+  if (is_checkpoint != 0 && !resume) {
     throw ConfigError(folder +
                       " is a checkpoint, not a folder to save checkpoints in; name the folder around it, or "
                       "go on from it (ballast train: --resume)");

@@ -232,12 +232,14 @@ TEST_F(Training, NeverSavesBesideTheCheckpointsOfAnotherRun) {
   EXPECT_THAT(refused.error,
               AllOf(HasSubstr(saves), HasSubstr("step 4"), HasSubstr("--resume"), HasSubstr("--overwrite")));
   EXPECT_TRUE(std::filesystem::exists(saves + "/step-4"));
+  std::filesystem::create_directory(saves + "/step-4/step-1");
   for (const Arguments& more : {Arguments{}, Arguments{"--overwrite"}}) {
     Arguments arguments = {"--steps", "5", "--checkpoint", saves + "/step-4"};
     arguments.insert(arguments.end(), more.begin(), more.end());
     const CommandResult itself = run_command(train("host", arguments));
     EXPECT_EQ(itself.status, 2);
     EXPECT_THAT(itself.error, HasSubstr("name the folder around it"));
+    EXPECT_TRUE(std::filesystem::exists(saves + "/step-4/step-1"));
   }
   EXPECT_EQ(to("2", {"--overwrite"}).status, 0);
   EXPECT_FALSE(std::filesystem::exists(saves + "/step-4"));
