@@ -283,7 +283,7 @@ class PassingFolders {
 struct SaveCosts {
   std::vector<double> extra_seconds, call_seconds, raw_seconds;
   std::uint64_t bytes = 0;
-  std::uint64_t chunks_asked_for = 0;
+  std::uint64_t chunks_from_updates = 0, chunks_asked_for = 0;
 };
 
 SaveCosts measure_saves(const Options& options, const Config& config, Engine& engine, SyntheticModel& model,
@@ -316,6 +316,7 @@ SaveCosts measure_saves(const Options& options, const Config& config, Engine& en
     const double after_it = timed([&] { steps(kSteps); });
     const Report after = engine.report();
     costs.bytes = after.checkpoint_bytes - before.checkpoint_bytes;
+    costs.chunks_from_updates += after.checkpoint_chunks_from_updates - before.checkpoint_chunks_from_updates;
     costs.chunks_asked_for += after.checkpoint_chunks_asked_for - before.checkpoint_chunks_asked_for;
     costs.extra_seconds.push_back(with - (before_it + after_it) / 2);
     costs.call_seconds.push_back(call);
@@ -462,6 +463,7 @@ int measure(Options options, Config config, const std::shared_ptr<Communicator>&
                            {"call_seconds", saves->call_seconds},
                            {"extra_seconds", saves->extra_seconds},
                            {"raw_seconds", saves->raw_seconds},
+                           {"chunks_from_updates", saves->chunks_from_updates},
                            {"chunks_asked_for", saves->chunks_asked_for}};
     }
     out["model"] = options.model;

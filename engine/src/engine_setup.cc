@@ -428,6 +428,7 @@ Report EngineImplementation::report() {
   r.at_rest =
       executor_->at_rest(lock) && !(committer_ && committer_->busy()) && !(save_ != nullptr && save_->running());
   r.checkpoint_bytes = executor_->copied_bytes(lock);
+  r.checkpoint_chunks_from_updates = executor_->chunks_copied_from_updates(lock);
   r.checkpoint_chunks_asked_for = executor_->chunks_copied_first(lock);
   for (int lane = 0; lane < kLaneCount; ++lane) {
     r.lanes[static_cast<std::size_t>(lane)] = executor_->lane_report(static_cast<Lane>(lane), lock);

@@ -195,7 +195,8 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
                         std::vector<std::uint8_t>(unit.parameters.size(), 0)});
   }
 
-  const std::size_t most = limits.reads + limits.writes + limits.copies_in + limits.copies_out + limits.cpu_tasks + 6;
+  const std::size_t most =
+      limits.reads + limits.writes + limits.copies_in + limits.copies_out + limits.cpu_tasks + plan.copy_slots + 6;
   batch_.resize(most);
   for (std::size_t i = 0; i < most; ++i) {
     works_.push_back(std::make_unique<Work>());
@@ -203,6 +204,8 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
   }
   submitting_.reserve(most);
   waiting_for_copies_.reserve(most);
+  held_ready_.reserve(most);
+  held_taken_.reserve(most);
   finished_.resize(most);
   completions_.reserve(most);
   completions_taken_.reserve(most);
@@ -282,6 +285,7 @@ void Executor::fail_locked(std::exception_ptr failure) {
       for (Communicator* each : communicators_) each->abort("an exception of an unknown kind");
     }
   }
+  if (copier_ != nullptr) copier_->notify();
   changed_.notify_all();
 }
 
@@ -333,12 +337,15 @@ bool Executor::collect() {
       any = true;
       for (std::size_t i = 0; i < count; ++i) {
         Work& work = *reinterpret_cast<Work*>(finished_[i]->tag);
-        if (finished_[i]->error_number != 0 && !(work.synchronous && work.fails_alone)) {
-          fail_locked(transfer_failure(*finished_[i]));
+        if (work.copies) {
+          --copies_reading_;
+          held_is_there(work);
+          continue;
         }
+        if (finished_[i]->error_number != 0) fail_locked(transfer_failure(*finished_[i]));
         if (work.synchronous) {
           work.done = true;
-        } else {
+        } else if (!hand_to_copier(work)) {
           finish(work);
         }
       }
@@ -443,13 +450,13 @@ Executor::Work& Executor::take_work() {
   BALLAST_CHECK(!free_works_.empty());
   Work& work = *free_works_.back();
   free_works_.pop_back();
+  work.synchronous = work.copies = work.done = work.span_ended = false;
   return work;
 }
 
 void Executor::start(const Action& action) {
   Work& work = take_work();
   work.action = action;
-  work.synchronous = false;
   work.begin_ns = now_ns();
   begin_span(lane_of(action.task));
   switch (action.task) {
@@ -478,7 +485,8 @@ void Executor::start(const Action& action) {
   }
 }
 
-void Executor::finish(Work& work) {
+void Executor::end_task(Work& work) {
+  if (std::exchange(work.span_ended, true)) return;
   const Action& action = work.action;
   static constexpr const char* kNames[schedule::kTaskCount] = {
       "read", "write", "copy in", "copy out", "update", "accumulate", "gather", "reduce", "read gradient"};
@@ -487,6 +495,11 @@ void Executor::finish(Work& work) {
   end_span(lane, bytes);
   ++ended_tasks_;
   spans_.add({lane, kNames[static_cast<int>(action.task)], action.unit, action.chunk, work.begin_ns, now_ns(), bytes});
+}
+
+void Executor::finish(Work& work) {
+  const Action& action = work.action;
+  end_task(work);
   if (action.chunk == kNone) {
     try {
       const Channels& channels = channels_[plan_.layout.units[action.unit].communicator];

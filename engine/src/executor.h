@@ -65,6 +65,8 @@ struct UnitUpdate {
 };
 
 class Executor {
+  struct Work;
+
  public:
   using Lock = std::unique_lock<std::mutex>;
   using Log = std::function<void(LogLevel, std::string_view)>;
@@ -168,21 +170,41 @@ class Executor {
   void mark_committed(const Lock&) { committed_slot_ = current_slot_; }
   void flush_store() { store_->flush(); }
 
-  // --- a committed step that is copied to a checkpoint while training goes on: a write that falls due over a chunk's
-  // slot waits until the chunk has been read, and is what the copier does first -------------------------------------
+  // --- a committed step that is copied to a checkpoint while training goes on: what an update reads of it is copied
+  // from there, before the update; a write that falls due over a chunk's slot waits until the chunk has been read, and
+  // is what the copier reads first. All under the mutex
+  // ------------------------------------------------------------------------
 
-  // Under the mutex, before anything later than that step is written. None may be held.
-  void hold(std::span<const StoredChunk> chunks) { held_.hold(chunks); }
-  // The next chunk to be copied; false: none is left.
-  bool next_held(const Lock&, std::uint32_t* chunk, bool* asked) { return held_.next(chunk, asked); }
-  // Its states, one contiguous extent; then it is let go. Blocks; takes the mutex. Throws IoError, which fails the
-  // copy alone, or the latched failure.
-  void read_held(std::uint32_t chunk, std::byte* extent, io::Priority priority);
-  // CorruptionError where what was read is not what was committed.
-  void verify_copy(std::uint32_t chunk, const StoredChunk& stored, const std::byte* extent) const;
-  void let_go_all(const Lock&);
+  // A chunk's committed states, one contiguous extent, in a buffer of the copier's or of an update that waits.
+  struct HeldChunk {
+    std::uint32_t chunk = 0;
+    std::byte* states = nullptr;
+    std::uint64_t bytes = 0;
+    Work* work = nullptr;
+  };
+
+  // Before anything later than that step is written. None may be held. The copier is woken when there is something for
+  // it, and by a failure; its event outlives let_go_all().
+  void hold(std::span<const StoredChunk> chunks, base::WakeEvent& copier) {
+    held_.hold(chunks);
+    copier_ = &copier;
+  }
+  // Starts reading the next chunk into the buffer; false: there is none, or none that somebody waits for.
+  bool read_held(const Lock&, std::byte* buffer, bool only_asked);
+  // A chunk that is there; false: none is yet. Throws IoError where it could not be read, which fails the copy alone.
+  bool take_held(const Lock&, HeldChunk* held);
+  // Its memory is needed no more.
+  void give_back(const Lock&, const HeldChunk& held);
+  // At the end of the copy, whatever has become of it, when nothing uses such memory any more. Blocks while reads into
+  // the copier's buffers are under way.
+  void let_go_all(Lock& lock);
   std::uint64_t chunks_copied_first(const Lock&) const { return held_.asked_count(); }
+  std::uint64_t chunks_copied_from_updates(const Lock&) const { return copied_from_updates_; }
   std::uint64_t copied_bytes(const Lock&) const { return copied_bytes_; }
+  // No more can be there at a time. Without the mutex.
+  std::size_t most_held_chunks() const { return works_.size(); }
+  // CorruptionError where it is not what was committed. Without the mutex.
+  void verify_copy(std::uint32_t chunk, const StoredChunk& stored, const std::byte* extent) const;
   // From the host's budget: for one chunk's states each.
   std::span<std::byte> copy_memory() const;
   std::vector<std::byte*> copy_buffers() const;
@@ -226,8 +248,9 @@ class Executor {
     std::uint64_t begin_ns = 0;
     io::Transfer transfer;
     bool synchronous = false;
-    bool fails_alone = false;  // its error is its caller's, not the engine's
+    bool copies = false;  // a read of the copier's, whose error is not the engine's
     bool done = false;
+    bool span_ended = false;
   };
 
   static constexpr int kPatienceSeconds = 5;
@@ -239,9 +262,12 @@ class Executor {
   void start(const schedule::Action& action);
   void start_transfer(Work& work);
   void wait_until_copied(Lock& lock, std::uint32_t chunk, std::uint32_t slot);
+  bool hand_to_copier(Work& work);
+  void held_is_there(Work& work);
   void start_copy(Work& work);
   void start_collective(Work& work);
   void enqueue_collective(const schedule::Action& action, const UnitLayout& unit, offload::Stream& stream);
+  void end_task(Work& work);
   void finish(Work& work);
   void post(Work& work);
   void run_cpu_worker();
@@ -328,8 +354,11 @@ class Executor {
   ResidentChunks resident_chunks_;
   std::uint32_t writes_owed_ = 0;  // updates whose states have still to be written
   HeldStep held_;
-  std::vector<Work*> waiting_for_copies_;  // writes
-  std::uint64_t copied_bytes_ = 0;
+  std::vector<Work*> waiting_for_copies_;           // writes
+  std::vector<HeldChunk> held_ready_, held_taken_;  // for the copier, and with it
+  base::WakeEvent* copier_ = nullptr;               // null: nothing is copied
+  std::uint32_t copies_reading_ = 0;
+  std::uint64_t copied_bytes_ = 0, copied_from_updates_ = 0;
   std::byte* copy_slots_ = nullptr;
   std::array<std::uint8_t, 16> run_identity_{};
   std::atomic<std::uint64_t> steps_{0};

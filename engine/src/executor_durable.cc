@@ -66,28 +66,46 @@ void Executor::wait_until_copied(Lock& lock, std::uint32_t chunk, std::uint32_t 
   check(lock);
 }
 
-void Executor::read_held(std::uint32_t chunk, std::byte* extent, io::Priority priority) {
-  Lock lock(mutex_);
-  check(lock);
+bool Executor::read_held(const Lock&, std::byte* buffer, bool only_asked) {
+  std::uint32_t chunk = 0;
+  bool asked = false;
+  if ((only_asked && !held_.any_asked()) || !held_.next(&chunk, &asked)) return false;
   Work& work = take_work();
-  work.synchronous = true;
-  work.fails_alone = true;
-  work.done = false;
+  work.copies = true;
+  ++copies_reading_;
   io::Transfer* const transfer = &work.transfer;
   transfer->direction = io::Direction::read;
-  transfer->priority = priority;
+  transfer->priority = asked ? io::Priority::high : io::Priority::low;
   transfer->chunk = chunk;
   transfer->slot = held_.slot(chunk);
   transfer->begin_bytes = 0;
-  transfer->data = extent;
+  transfer->data = buffer;
   transfer->bytes = plan_.placement[chunk].stored_bytes;
   transfer->tag = reinterpret_cast<std::uintptr_t>(&work);
   store_->submit({&transfer, 1});
   wake();
-  changed_.wait(lock, [&] { return work.done; });
-  const std::exception_ptr failure = transfer->error_number == 0 ? nullptr : transfer_failure(*transfer);
-  copied_bytes_ += transfer->error_number == 0 ? transfer->bytes : 0;
-  free_works_.push_back(&work);
+  return true;
+}
+
+// What an update has read of the held step needs no second reading: the update waits until it has been copied.
+bool Executor::hand_to_copier(Work& work) {
+  const schedule::Action& action = work.action;
+  if (copier_ == nullptr || failure_ || action.task != schedule::Task::read ||
+      action.job_kind != schedule::JobKind::update)
+    return false;
+  if (keeps_elsewhere(action.chunk) || !held_.take(action.chunk, work.transfer.slot)) return false;
+  end_task(work);
+  ++copied_from_updates_;
+  held_is_there(work);
+  return true;
+}
+
+// Its slot may be written over from here on.
+void Executor::held_is_there(Work& work) {
+  const std::uint32_t chunk = work.transfer.chunk;
+  if (work.transfer.error_number == 0) copied_bytes_ += work.transfer.bytes;
+  held_ready_.push_back({chunk, work.transfer.data, work.transfer.bytes, &work});
+  if (copier_ != nullptr) copier_->notify();
   held_.let_go(chunk);
   std::erase_if(waiting_for_copies_, [&](Work* waiting) {
     if (waiting->action.chunk != chunk) return false;
@@ -95,19 +113,40 @@ void Executor::read_held(std::uint32_t chunk, std::byte* extent, io::Priority pr
     store_->submit({&write, 1});
     return true;
   });
-  changed_.notify_all();
-  wake();
-  check(lock);
-  if (failure) std::rethrow_exception(failure);
 }
 
-void Executor::let_go_all(const Lock&) {
+bool Executor::take_held(const Lock&, HeldChunk* held) {
+  if (held_ready_.empty()) return false;
+  *held = held_ready_.front();
+  held_ready_.erase(held_ready_.begin());
+  held_taken_.push_back(*held);
+  const io::Transfer& transfer = held->work->transfer;
+  if (transfer.error_number != 0) std::rethrow_exception(transfer_failure(transfer));
+  return true;
+}
+
+void Executor::give_back(const Lock&, const HeldChunk& held) {
+  BALLAST_CHECK(std::erase_if(held_taken_, [&](const HeldChunk& each) { return each.work == held.work; }) == 1);
+  if (!held.work->copies) {
+    post(*held.work);
+    return;
+  }
+  free_works_.push_back(held.work);
+  wake();
+}
+
+void Executor::let_go_all(Lock& lock) {
+  copier_ = nullptr;
+  changed_.wait(lock, [&] { return copies_reading_ == 0; });
   held_.let_go_all();
   for (Work* const waiting : waiting_for_copies_) {
     io::Transfer* const write = &waiting->transfer;
     store_->submit({&write, 1});
   }
   waiting_for_copies_.clear();
+  held_taken_.insert(held_taken_.end(), held_ready_.begin(), held_ready_.end());
+  held_ready_.clear();
+  while (!held_taken_.empty()) give_back(lock, HeldChunk(held_taken_.back()));
   changed_.notify_all();
   wake();
 }

@@ -361,8 +361,6 @@ void Executor::transfer_now(io::Direction direction, std::uint32_t chunk, std::u
   if (direction == io::Direction::write) wait_until_copied(lock, chunk, slot);
   Work& work = take_work();
   work.synchronous = true;
-  work.fails_alone = false;
-  work.done = false;
   work.transfer.direction = direction;
   work.transfer.priority = priority;
   work.transfer.chunk = chunk;

@@ -27,8 +27,8 @@ constexpr std::array<std::uint64_t, 7> kChunkElements = {1u << 20, 1u << 19, 1u 
 // Slots that keep a drive busy: fewer make the next smaller chunk size worth trying.
 constexpr std::uint64_t kComfortableUpdateSlots = 8;
 constexpr std::uint64_t kComfortableFetchSlots = 4;
-// One chunk of a checkpoint is read while another is written.
-constexpr std::uint64_t kCopySlots = 2;
+// Of a checkpoint's chunks that no update reads: some are read while others are written.
+constexpr std::uint64_t kCopySlots = 4;
 
 std::string kib(std::uint64_t bytes) { return std::to_string(base::ceil_div(bytes, kKiB)) + " KiB"; }
 

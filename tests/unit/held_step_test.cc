@@ -71,5 +71,21 @@ TEST(HeldStep, WhatIsGivenUpIsFreeAndAnotherStepCanBeHeld) {
   EXPECT_EQ(all_left(held), (std::vector<std::uint32_t>{0, 1, 2, 3}));
 }
 
+TEST(HeldStep, WhatAnUpdateHasReadOfItIsNotReadAgain) {
+  HeldStep held(4);
+  EXPECT_FALSE(held.take(1, 1)) << "nothing is held";
+  held.hold(kChunks);
+  EXPECT_FALSE(held.take(1, 0)) << "the other slot is of another step";
+  EXPECT_TRUE(held.take(1, 1));
+  EXPECT_TRUE(held.holds(1, 1)) << "until it is let go";
+  EXPECT_FALSE(held.take(1, 1)) << "once";
+  held.let_go(1);
+  held.ask_for(2);
+  EXPECT_TRUE(held.any_asked());
+  EXPECT_FALSE(held.take(2, 0)) << "somebody waits for it already";
+  EXPECT_EQ(all_left(held), (std::vector<std::uint32_t>{2, 0, 3}));
+  EXPECT_FALSE(held.any_asked());
+}
+
 }  // namespace
 }  // namespace ballast::engine

@@ -6,7 +6,7 @@
 
 #include <utility>
 
-#include "durable/chunk_writer.h"
+#include "durable/chunk_copier.h"
 
 namespace ballast::engine {
 
@@ -19,6 +19,7 @@ CheckpointSave::~CheckpointSave() {
     stopping_ = true;
   }
   executor_.notify_changed();
+  wake_.notify();
   thread_.join();
 }
 
@@ -26,7 +27,7 @@ void CheckpointSave::begin(std::vector<StoredChunk> chunks) {
   BALLAST_CHECK(state_ == State::waiting);
   if (failure_) return;
   part_.manifest.chunks = std::move(chunks);
-  if (part_.holds) executor_.hold(part_.manifest.chunks);
+  if (part_.holds) executor_.hold(part_.manifest.chunks, wake_);
   state_ = State::copying;
   executor_.notify_changed();
 }
@@ -74,7 +75,7 @@ void CheckpointSave::run() {
   }
   // Others may still be writing into the folder of a failed one: it goes with this object then.
   if (part_.alone || put_in_place_) part_.folder.reset();
-  const Executor::Lock lock(executor_.mutex());
+  Executor::Lock lock(executor_.mutex());
   executor_.let_go_all(lock);
   if (failure) failure_ = failure;
   if (!failure && gone_on) state_ = State::published;
@@ -84,31 +85,16 @@ void CheckpointSave::run() {
 bool CheckpointSave::copy() {
   if (!part_.holds) return true;
   const std::string folder = part_.store.paths.front();
-  const std::vector<std::uint64_t> bytes = part_.store.chunk_bytes;
   const std::uint32_t rank = part_.store.rank;
   {
+    part_.store.storage.wake = &wake_;
     io::ChunkStore store(std::move(part_.store));
     std::string unregistered;  // works all the same
     if (!executor_.copy_memory().empty()) store.register_memory(executor_.copy_memory(), &unregistered);
-    ChunkWriter writer(store, executor_.copy_buffers());
-    for (std::uint32_t done = 0; done < bytes.size(); ++done) {
-      std::byte* const buffer = writer.next();
-      std::uint32_t chunk = 0;
-      bool asked = false;
-      {
-        const Executor::Lock lock(executor_.mutex());
-        if (stopping_) return false;
-        BALLAST_CHECK(executor_.next_held(lock, &chunk, &asked));
-      }
-      executor_.read_held(chunk, buffer, asked ? io::Priority::high : io::Priority::low);
-      // Its place may be written over from here on.
-      StoredChunk& stored = part_.manifest.chunks[chunk];
-      executor_.verify_copy(chunk, stored, buffer);
-      stored.slot = 0;
-      writer.write(chunk, bytes[chunk]);
-    }
-    writer.finish();
-    for (std::uint32_t c = 0; c < bytes.size(); ++c) {
+    ChunkCopier copier(executor_, store, wake_, part_.manifest.chunks);
+    if (!copier.copy_all([this] { return stopping_; })) return false;
+    for (StoredChunk& chunk : part_.manifest.chunks) chunk.slot = 0;
+    for (std::uint32_t c = 0; c < part_.layout.chunks.size(); ++c) {
       part_.layout.chunks[c].offset_bytes = store.offset_bytes(c);
       part_.layout.chunks[c].slot_bytes = store.slot_bytes(c);
     }

@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ballast/base/wake_event.h>
 #include <ballast/io/chunk_store.h>
 
 #include <cstdint>
@@ -67,6 +68,7 @@ class CheckpointSave {
   bool publish_asked_ = false;
   bool put_in_place_ = false;
   std::exception_ptr failure_;
+  base::WakeEvent wake_;  // the copier's
   std::thread thread_;
 };
 

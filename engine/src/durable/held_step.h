@@ -1,5 +1,6 @@
 // HeldStep: a committed step that is being copied while training goes on. Each chunk's slot is held until it has been
-// read; a write that falls due there first asks for it, and those that are asked for are copied first.
+// read, by an update or by the copier; a write that falls due there first asks for it, and those that are asked for are
+// read first.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -35,7 +36,14 @@ class HeldStep {
     states_[chunk] = State::asked;
     asked_.push_back(chunk);
   }
-  // The next to be copied; false: none is left. It stays held.
+  bool any_asked() const { return !asked_.empty(); }
+  // Somebody else has read this slot; false: it is not to be copied from there.
+  bool take(std::uint32_t chunk, std::uint32_t slot) {
+    if (states_[chunk] != State::held || slots_[chunk] != slot) return false;
+    states_[chunk] = State::taken;
+    return true;
+  }
+  // The next to be read; false: none is left. It stays held.
   bool next(std::uint32_t* chunk, bool* asked) {
     *asked = !asked_.empty();
     if (*asked) {

@@ -47,9 +47,10 @@ struct Report {
   std::uint64_t acquires_prefetched = 0;  // under way or there before they were asked for
   std::uint64_t trace_repairs = 0;
   std::uint64_t acquire_wait_ns = 0;  // host time blocked in calls
-  // Of checkpoints that are saved while training goes on: read for them, beside what the lanes count; chunks whose
-  // place a later step's write waited for, and which were copied first.
-  std::uint64_t checkpoint_bytes = 0, checkpoint_chunks_asked_for = 0;
+  // Of checkpoints that are saved while training goes on: what they have copied; chunks that were copied from what an
+  // update had read, while all others are read once more, beside what the lanes count; chunks of these whose place a
+  // later step's write waited for, and which were read first.
+  std::uint64_t checkpoint_bytes = 0, checkpoint_chunks_from_updates = 0, checkpoint_chunks_asked_for = 0;
   std::uint64_t budget_device_bytes = 0, budget_host_bytes = 0;
   std::uint64_t peak_device_bytes = 0, peak_host_bytes = 0;
   std::vector<MemoryRange> device_memory, host_memory;  // the static maps, by name
