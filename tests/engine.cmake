@@ -33,6 +33,12 @@ target_include_directories(unit_communicators_test PRIVATE ${PROJECT_SOURCE_DIR}
 ballast_add_test(ranks_test LABEL integration TIMEOUT 900 SOURCES integration/ranks_test.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(ranks_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
+ballast_add_test(plan_peaks_test LABEL integration TIMEOUT 300 SOURCES integration/plan_peaks_test.cc
+  LIBRARIES ballast::engine)
+ballast_add_test(ranks_files_test LABEL integration TIMEOUT 600
+  SOURCES integration/ranks_files_test.cc integration/ranks_order_test.cc integration/resume_names_test.cc
+  LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
+target_include_directories(ranks_files_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
 ballast_add_test(crash_test LABEL stress TIMEOUT 1800 SOURCES stress/crash_test.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(crash_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)

@@ -2,11 +2,26 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/engine/engine.h>
 
+#include <string>
 #include <utility>
 
 #include "engine_implementation.h"
 
 namespace ballast {
+
+namespace {
+
+// A call that every rank makes: where the others do not come, the error says so.
+template <class Call>
+void on_every_rank(const char* name, const Call& call) {
+  try {
+    call();
+  } catch (const CommunicationError& error) {
+    throw CommunicationError(std::string(name) + ", which every rank calls: " + error.what());
+  }
+}
+
+}  // namespace
 
 void Stream::enqueue(std::function<void()> work) {
   if (stream_ == nullptr) throw UsageError("Stream::enqueue on an empty stream; take one from Engine::stream()");
@@ -172,7 +187,9 @@ ParameterId Engine::parameter(UnitId unit, std::string_view name) const {
 void Engine::expect_order(std::vector<ExpectedAccess> accesses, int micro_batches) {
   implementation().expect_order(std::move(accesses), micro_batches);
 }
-void Engine::commit(const CommitOptions& options) { implementation().commit(options); }
+void Engine::commit(const CommitOptions& options) {
+  on_every_rank("commit", [&] { implementation().commit(options); });
+}
 const std::optional<ResumedStep>& Engine::resumed() const { return implementation().resumed(); }
 std::optional<std::uint64_t> Engine::committed_step() const { return implementation().committed_step(); }
 void Engine::initialize(const Fill& fill) { implementation().initialize(fill); }
@@ -181,17 +198,21 @@ PassScope Engine::begin_pass(PassOptions options) { return implementation().begi
 ParameterLease Engine::acquire(UnitId unit, Stream stream) { return implementation().acquire(unit, stream); }
 GradientLease Engine::gradients(UnitId unit, Stream stream) { return implementation().gradients(unit, stream); }
 void Engine::save_checkpoint(const std::string& path, std::size_t keep) {
-  implementation().save_checkpoint(path, keep);
+  on_every_rank("save_checkpoint", [&] { implementation().save_checkpoint(path, keep); });
 }
 
-void Engine::finish_checkpoint() { implementation().finish_checkpoint(); }
-void Engine::settle() { implementation().settle(); }
+void Engine::finish_checkpoint() {
+  on_every_rank("finish_checkpoint", [&] { implementation().finish_checkpoint(); });
+}
+void Engine::settle() {
+  on_every_rank("settle", [&] { implementation().settle(); });
+}
 void Engine::read(ParameterId id, std::int64_t first_element, std::span<float> values) {
-  implementation().read(id, first_element, values);
+  on_every_rank("read", [&] { implementation().read(id, first_element, values); });
 }
 void Engine::read_moments(ParameterId id, std::int64_t first_element, std::span<float> exp_avg,
                           std::span<float> exp_avg_sq) {
-  implementation().read_moments(id, first_element, exp_avg, exp_avg_sq);
+  on_every_rank("read_moments", [&] { implementation().read_moments(id, first_element, exp_avg, exp_avg_sq); });
 }
 std::uint64_t Engine::step_count(ParameterId id) { return implementation().step_count(id); }
 Stream Engine::stream() const { return implementation().stream(); }

@@ -278,16 +278,16 @@ void EngineImplementation::load_states() {
       failure = error.what();
     }
     if (agree_all_good(failure.empty())) {
-      require_same_model(state->layout(), paths.front());
+      const StoredPlaces there = places_in(state->layout(), paths.front());
       try {
-        load_state(*state);
+        load_state(*state, there);
       } catch (const CorruptionError& error) {
         failure = error.what();
       } catch (const IoError& error) {
         failure = error.what();
       }
       if (agree_all_good(failure.empty())) {
-        finish_loading(*state, paths.front());
+        finish_loading(*state, there, paths.front());
         return;
       }
     }
@@ -298,7 +298,7 @@ void EngineImplementation::load_states() {
   throw CorruptionError("there is nothing whole to go on from: " + failures);
 }
 
-void EngineImplementation::load_state(engine::StoredState& state) {
+void EngineImplementation::load_state(engine::StoredState& state, const StoredPlaces& there) {
   std::uint64_t most = 0;
   for (const ChunkLayout& chunk : plan_.layout.chunks) most = std::max(most, states_bytes(chunk));
   engine::ExtentBuffer extent(most);
@@ -314,7 +314,8 @@ void EngineImplementation::load_state(engine::StoredState& state) {
       const auto part = [&](std::vector<float>& all) {
         return all.empty() ? std::span<float>() : std::span(all).subspan(segment.begin, segment.count);
       };
-      state.read(chunk.unit, segment.parameter, segment.parameter_first, part(values), part(exp_avg), part(exp_avg_sq));
+      const auto [unit, parameter] = there.places[chunk.unit][segment.parameter];
+      state.read(unit, parameter, segment.parameter_first, part(values), part(exp_avg), part(exp_avg_sq));
     }
     std::memset(extent.data(), 0, states_bytes(chunk));
     engine::to_states(chunk, values.data(), extent.data());
@@ -327,9 +328,18 @@ void EngineImplementation::load_state(engine::StoredState& state) {
   }
 }
 
-void EngineImplementation::finish_loading(const engine::StoredState& state, const std::string& path) {
+void EngineImplementation::finish_loading(const engine::StoredState& state, const StoredPlaces& there,
+                                          const std::string& path) {
   const engine::Manifest& manifest = state.manifest();
-  for (std::size_t u = 0; u < units_.size(); ++u) units_[u].step_counts = manifest.step_counts[u];
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    for (std::size_t p = 0; p < there.places[u].size(); ++p) {
+      const auto [unit, parameter] = there.places[u][p];
+      // What is frozen keeps no moments, and its count would mean nothing beside new ones.
+      const bool kept = plan_.layout.units[u].parameters[p].trainable;
+      units_[u].step_counts[p] = kept ? manifest.step_counts[unit][parameter] : 0;
+    }
+  }
+  if (!there.note.empty() && environment_.log) environment_.log(LogLevel::warning, path + ": " + there.note);
   if (state.layout().fingerprint != engine::kNoSettings) loss_scaler_.restore(manifest.loss_scale);
   steps_updated_ = manifest.step;
   executor_->note_steps(steps_updated_);

@@ -4,7 +4,9 @@
 #include <ballast/base/check.h>
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
 #include "engine_implementation.h"
 
@@ -48,8 +50,7 @@ std::string describe(const engine::ParameterLayout& parameter) {
   for (const std::int64_t dimension : parameter.shape) {
     text += (text.size() > 1 ? ", " : "") + std::to_string(dimension);
   }
-  return text + "] " + std::string(to_string(parameter.dtype)) + ", group " + std::to_string(parameter.group) +
-         (parameter.trainable ? "" : ", frozen");
+  return text + "] " + std::string(to_string(parameter.dtype)) + ", group " + std::to_string(parameter.group);
 }
 
 std::string describe_shape(const engine::ParameterLayout& parameter) {
@@ -57,28 +58,29 @@ std::string describe_shape(const engine::ParameterLayout& parameter) {
   return all.substr(0, all.find(']') + 1);
 }
 
-// The first difference; empty where there is none. Parameters that were imported are for every dtype and group.
-std::string differing_model(const StoredLayout& there, const StoredLayout& here) {
-  const bool imported = there.fingerprint == engine::kNoSettings;
-  if (there.units.size() != here.units.size()) {
-    return std::to_string(there.units.size()) + " units there, " + std::to_string(here.units.size()) + " here";
+// "u/a, u/b and 3 more"
+class NameList {
+ public:
+  void add(const std::string& unit, const std::string& parameter) {
+    constexpr std::size_t kShown = 8;
+    if (++count_ <= kShown) text_ += (text_.empty() ? "" : ", ") + unit + "/" + parameter;
   }
-  for (std::size_t u = 0; u < here.units.size(); ++u) {
-    const StoredLayout::Unit &a = there.units[u], &b = here.units[u];
-    if (a.name != b.name) return "unit " + a.name + " there, " + b.name + " here";
-    if (a.parameters.size() != b.parameters.size()) {
-      return "unit " + a.name + " has " + std::to_string(a.parameters.size()) + " parameters there, " +
-             std::to_string(b.parameters.size()) + " here";
-    }
-    for (std::size_t p = 0; p < a.parameters.size(); ++p) {
-      const auto text = [&](const engine::ParameterLayout& parameter) {
-        return parameter.name + " " + (imported ? describe_shape(parameter) : describe(parameter));
-      };
-      const std::string was = text(a.parameters[p]), is = text(b.parameters[p]);
-      if (was != is) return "in unit " + a.name + ": " + was + " there, " + is + " here";
-    }
+  bool empty() const { return count_ == 0; }
+  std::string text() const {
+    const std::size_t shown = std::min<std::size_t>(count_, 8);
+    return text_ + (count_ > shown ? " and " + std::to_string(count_ - shown) + " more" : "");
   }
-  return "";
+
+ private:
+  std::size_t count_ = 0;
+  std::string text_;
+};
+
+template <class Parts>
+std::map<std::string_view, std::uint32_t> by_name(const Parts& parts) {
+  std::map<std::string_view, std::uint32_t> places;
+  for (std::uint32_t i = 0; i < parts.size(); ++i) places.emplace(parts[i].name, i);
+  return places;
 }
 
 bool same_chunks(const StoredLayout& a, const StoredLayout& b) {
@@ -114,15 +116,66 @@ StoredLayout EngineImplementation::stored_layout() const {
   return layout;
 }
 
-void EngineImplementation::require_same_model(const StoredLayout& there, const std::string& where) const {
+// Parameters are the same by the names of unit and parameter, in whatever order. Of those that were imported only the
+// shape counts. Trained or frozen is for the run that goes on to say.
+EngineImplementation::StoredPlaces EngineImplementation::places_in(const StoredLayout& there,
+                                                                   const std::string& where) const {
   const StoredLayout here = stored_layout();
-  if (const std::string model = differing_model(there, here); !model.empty()) {
-    throw ConfigError("the run in " + where + " is of another model: " + model);
+  const bool imported = there.fingerprint == engine::kNoSettings;
+  StoredPlaces found;
+  NameList only_here, trained_now, frozen_now;
+  std::string differs;
+  const auto units = by_name(there.units);
+  std::vector<std::vector<bool>> used;
+  for (const StoredLayout::Unit& unit : there.units) used.emplace_back(unit.parameters.size());
+  for (std::uint32_t u = 0; u < here.units.size(); ++u) {
+    const StoredLayout::Unit& unit = here.units[u];
+    const auto unit_there = units.find(unit.name);
+    std::map<std::string_view, std::uint32_t> parameters;
+    if (unit_there != units.end()) parameters = by_name(there.units[unit_there->second].parameters);
+    found.places.emplace_back();
+    for (std::uint32_t p = 0; p < unit.parameters.size(); ++p) {
+      const engine::ParameterLayout& parameter = unit.parameters[p];
+      const auto at = parameters.find(parameter.name);
+      if (at == parameters.end()) {
+        only_here.add(unit.name, parameter.name);
+        continue;
+      }
+      const std::pair place(unit_there->second, at->second);
+      found.places.back().push_back(place);
+      used[place.first][place.second] = true;
+      found.as_here = found.as_here && place == std::pair(u, p);
+      const engine::ParameterLayout& stored = there.units[place.first].parameters[place.second];
+      const auto text = [&](const engine::ParameterLayout& each) {
+        return each.name + " " + (imported ? describe_shape(each) : describe(each));
+      };
+      const std::string was = text(stored), is = text(parameter);
+      if (was != is && differs.empty()) differs = "in unit " + unit.name + ": " + was + " there, " + is + " here";
+      if (stored.trainable == parameter.trainable || imported) continue;
+      found.as_here = false;
+      (parameter.trainable ? trained_now : frozen_now).add(unit.name, parameter.name);
+    }
   }
-  if (there.fingerprint == engine::kNoSettings) return;
-  if (const std::string keys = differing_keys(there.fingerprint, here.fingerprint); !keys.empty()) {
-    throw ConfigError("the run in " + where + " was made with other settings: " + keys);
+  NameList only_there;
+  for (std::size_t u = 0; u < used.size(); ++u) {
+    for (std::size_t p = 0; p < used[u].size(); ++p) {
+      if (!used[u][p]) only_there.add(there.units[u].name, there.units[u].parameters[p].name);
+    }
   }
+  if (!only_there.empty() || !only_here.empty()) {
+    differs = (only_there.empty() ? "" : "it has " + only_there.text() + ", which are not here") +
+              (only_there.empty() || only_here.empty() ? "" : "; ") +
+              (only_here.empty() ? "" : "it does not have " + only_here.text());
+  }
+  if (!differs.empty()) throw ConfigError("the run in " + where + " is of another model: " + differs);
+  if (!imported) {
+    if (const std::string keys = differing_keys(there.fingerprint, here.fingerprint); !keys.empty()) {
+      throw ConfigError("the run in " + where + " was made with other settings: " + keys);
+    }
+  }
+  if (!trained_now.empty()) found.note = "trained now, from moments and step counts of zero: " + trained_now.text();
+  if (!frozen_now.empty()) found.note += (found.note.empty() ? "" : "; ") + ("frozen now: " + frozen_now.text());
+  return found;
 }
 
 // The very same chunks at the same places.

@@ -103,6 +103,7 @@ class EngineImplementation {
     std::map<std::string, std::uint32_t, std::less<>> names;  // of its parameters
     bool trainable = false;
     bool partial_open = false;               // partial commits wait for their last
+    std::uint64_t last_commit_pass = 0;      // the pass that has had its last one
     bool updated_eagerly = false;            // in the running step
     bool opened = false;                     // its parameters, since the last decision
     bool decided = false;                    // the last decision updates it
@@ -175,6 +176,7 @@ class EngineImplementation {
   void end_lease(Lease& lease);
   void pass_gate(Lease& lease);
   void wait_for_gate(Lock& lock, Lease& lease);
+  std::string second_commit_text(std::uint32_t unit) const;
   static offload::Stream& stream_of(const Stream& stream);
 
   schedule::Index open(Lock& lock, std::uint32_t unit, bool gradient);
@@ -196,7 +198,13 @@ class EngineImplementation {
   };
   engine::ManifestLog manifest_log() const;
   engine::StoredLayout stored_layout() const;
-  void require_same_model(const engine::StoredLayout& there, const std::string& where) const;
+  // Where each parameter of this engine lies in what is stored: unit and parameter there, by those here.
+  struct StoredPlaces {
+    std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>> places;
+    bool as_here = true;  // at the same places, the same ones frozen
+    std::string note;     // what is trained or frozen otherwise than there
+  };
+  StoredPlaces places_in(const engine::StoredLayout& there, const std::string& where) const;
   bool same_place(const engine::StoredLayout& there) const;
   void begin_durable(std::optional<StoredRun> stored);
   // Going on from what is stored (engine_resume.cc).
@@ -214,8 +222,8 @@ class EngineImplementation {
   std::optional<StoredRun> stored_in_place(const CommittedSteps& found, std::uint64_t step);
   void restore_stored_run(StoredRun& stored);
   void load_states();
-  void load_state(engine::StoredState& state);
-  void finish_loading(const engine::StoredState& state, const std::string& path);
+  void load_state(engine::StoredState& state, const StoredPlaces& there);
+  void finish_loading(const engine::StoredState& state, const StoredPlaces& there, const std::string& path);
   // Checkpoints (engine_checkpoint.cc).
   void require_between_steps(const char* what) const;
   bool holds_checkpoint_part() const;
@@ -240,7 +248,23 @@ class EngineImplementation {
   static std::string parameters_text(const engine::UnitSpec& unit, bool names);
   void divide_machine();
   void check_machine_memory();
-  void agree_on_presence(bool adds);
+  // What the trainer asks for, as it must be the same on all ranks.
+  enum class Asked : std::uint8_t {
+    begin_step,
+    begin_pass,
+    begin_evaluation,
+    acquire,
+    gradients,
+    commit,
+    commit_partial,
+    update,
+    discard,
+  };
+  void note_asked(Asked what, std::uint64_t value = 0);
+  std::string asked_text(Asked what, std::uint32_t value) const;
+  std::string step_options_text() const;
+  bool agree_on_backward(bool adds);
+  void agree_on_presence();
   void gather_elements(ParameterId id, std::int64_t first_element, std::span<float> values);
   void agree_on_name(std::string& name);
   void sort_norm_parts();
@@ -293,6 +317,11 @@ class EngineImplementation {
   std::vector<std::uint32_t> chunk_parts_;       // per chunk: its part of the norm
   std::vector<double> local_sums_, all_sums_;    // per part; of all ranks
   engine::LossScaler loss_scaler_;
+  // Several ranks: what has been asked for since all of them have last compared it, and a fingerprint of all of it. The
+  // list ends where it is long.
+  std::vector<std::pair<Asked, std::uint32_t>> asked_;
+  std::uint64_t asked_count_ = 0, asked_fingerprint_ = 0;
+  std::vector<std::uint64_t> words_of_all_;
 
   std::vector<std::unique_ptr<offload::Stream>> streams_;
   std::unique_ptr<engine::Executor> executor_;

@@ -195,6 +195,7 @@ ParameterLease EngineImplementation::acquire(UnitId unit, Stream stream) {
         "committed, or evaluate after Step::update");
   }
   ++acquires_;
+  note_asked(Asked::acquire, unit.index);
   const schedule::Index entry = open(lock, unit.index, false);
   units_[unit.index].opened = true;
   const std::uint64_t id = new_lease(unit.index, false, entry, &on);
@@ -208,6 +209,13 @@ ParameterLease EngineImplementation::acquire(UnitId unit, Stream stream) {
   lease.engine_ = this;
   lease.id_ = id;
   return lease;
+}
+
+// Whatever the timing: with eager updates a later contribution would be lost.
+std::string EngineImplementation::second_commit_text(std::uint32_t unit) const {
+  return "unit " + plan_.layout.units[unit].name +
+         " has had its last gradient of this pass; where it is used more than once, the contributions before the last "
+         "are committed with commit_partial";
 }
 
 GradientLease EngineImplementation::gradients(UnitId unit, Stream stream) {
@@ -224,6 +232,8 @@ GradientLease EngineImplementation::gradients(UnitId unit, Stream stream) {
         "unit " + plan_.layout.units[unit.index].name +
         " has had its last gradient of this step; contributions before it are committed with commit_partial");
   }
+  if (state.last_commit_pass == pass_.serial) throw UsageError(second_commit_text(unit.index));
+  note_asked(Asked::gradients, unit.index);
   // The gradient of the step before is consumed by its update; it must not be overwritten before. The stream waits for
   // that; what no open lease has asked for is asked for here.
   // (Several ranks: whether the update is done by now differs between them, whether it has been asked for does not.)
@@ -350,16 +360,14 @@ void EngineImplementation::commit_gradients(std::uint64_t id, Stream stream, boo
     scratch = executor_->window() + executor_->scheduler().device_offset(lease.entry);
     other_stream = lease.gated && lease.stream != &on;
     UnitState& state = units_[lease.unit];
-    if (!pass_.active || lease.pass != pass_.serial || state.updated_eagerly) {
-      const std::string name = plan_.layout.units[lease.unit].name;
-      const bool over = !state.updated_eagerly;
+    if (!pass_.active || lease.pass != pass_.serial || state.last_commit_pass == pass_.serial) {
+      const std::uint32_t unit = lease.unit;
+      const bool over = !pass_.active || lease.pass != pass_.serial;
       lock.unlock();
       discard_gradients(id);
-      throw UsageError(over ? "gradients of unit " + name +
+      throw UsageError(over ? "gradients of unit " + plan_.layout.units[unit].name +
                                   " are committed after the pass that they were opened in; commit before it ends"
-                            : "unit " + name +
-                                  " has had its last gradient of this step; contributions before it are committed with "
-                                  "commit_partial");
+                            : second_commit_text(unit));
     }
     if (!plan_.stored_gradients[lease.unit] && (partial || !last_pass_of_step())) {
       const std::string& name = plan_.layout.units[lease.unit].name;
@@ -398,6 +406,8 @@ void EngineImplementation::commit_gradients(std::uint64_t id, Stream stream, boo
     lease.partial = partial;
     lease.last = !partial && last_pass_of_step();
     state.partial_open = partial;
+    if (!partial) state.last_commit_pass = pass_.serial;
+    note_asked(partial ? Asked::commit_partial : Asked::commit, lease.unit);
     if (lease.last && plan_.timing == Timing::eager) state.updated_eagerly = true;
     executor_->scheduler().note_commit_requested(lease.entry);
     if (lease.last) forget_update_queued(lease.unit);

@@ -27,6 +27,16 @@ GradientNorm EngineImplementation::finish_backward(const AddOthers& add_others) 
     throw UsageError("the step declared " + std::to_string(step_.options.micro_batches) +
                      " micro-batches and its passes covered " + std::to_string(step_.covered));
   }
+  // A failure leaves this rank behind: the others hear of it.
+  const auto together = [&](const auto& work) {
+    try {
+      return work();
+    } catch (...) {
+      if (several_ranks()) executor_->fail(std::current_exception());
+      throw;
+    }
+  };
+  const bool absent = several_ranks() && together([&] { return agree_on_backward(static_cast<bool>(add_others)); });
   for (const auto& stream : streams_) stream->synchronize();
   Lock lock(executor_->mutex());
   executor_->wait(lock, [&] { return commits_pending_ == 0 && !executor_->scheduler().gradients_outstanding(); });
@@ -37,17 +47,13 @@ GradientNorm EngineImplementation::finish_backward(const AddOthers& add_others) 
   sum_locally();
   lock.unlock();
   GradientNorm norm;
-  try {
-    if (several_ranks()) agree_on_presence(static_cast<bool>(add_others));
+  together([&] {
+    if (absent) agree_on_presence();
     norm = global_norm(add_others);
-    if (!norm.finite) {
-      norm.non_finite_parameter = first_non_finite();
-      if (several_ranks()) agree_on_name(norm.non_finite_parameter);
-    }
-  } catch (...) {
-    if (several_ranks()) executor_->fail(std::current_exception());
-    throw;
-  }
+    if (norm.finite) return;
+    norm.non_finite_parameter = first_non_finite();
+    if (several_ranks()) agree_on_name(norm.non_finite_parameter);
+  });
   if (norm.finite && config_.optimizer.clip_global_norm && norm.value > *config_.optimizer.clip_global_norm)
     norm.clip_factor = *config_.optimizer.clip_global_norm / norm.value;
   step_.norm = norm;

@@ -1,6 +1,7 @@
 // What several ranks agree on: at the start what they were given, that the memory of a machine holds all its ranks; per
 // step which parameters have a gradient. And values that each rank holds a part of.
 // SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/random.h>
 #include <ballast/base/size.h>
 #include <ballast/communicators/agreement.h>
 #include <ballast/offload/machine_share.h>
@@ -90,20 +91,108 @@ void EngineImplementation::check_machine_memory() {
   }
 }
 
-// A parameter has a gradient where any rank of its unit has one. One small exchange as long as none is absent anywhere.
-// adds: finish_backward has been given a function; so has every rank then.
-void EngineImplementation::agree_on_presence(bool adds) {
-  const auto any_absent = [](const UnitState& unit) {
-    return unit.trainable && std::find(unit.present.begin(), unit.present.end(), 0) != unit.present.end();
+// --- what the trainers ask for ---------------------------------------------------------------------------------------
+
+// Between steps of stage 0 nothing is exchanged: a rank may evaluate alone.
+void EngineImplementation::note_asked(Asked what, std::uint64_t value) {
+  if (!several_ranks() || (!step_.active && config_.zero_stage == 0)) return;
+  constexpr std::size_t kMostListed = 65536;
+  asked_fingerprint_ = base::mix(asked_fingerprint_ + base::mix(value * 16 + static_cast<std::uint64_t>(what)));
+  if (asked_count_++ < kMostListed) asked_.emplace_back(what, static_cast<std::uint32_t>(value));
+}
+
+std::string EngineImplementation::asked_text(Asked what, std::uint32_t value) const {
+  const auto of_unit = [&](const char* call) {
+    const UnitLayout& unit = plan_.layout.units[value];
+    // Names may differ where communicators do.
+    return call + (unit.communicator == 0 ? unit.name : "number " + std::to_string(value));
   };
-  double flags[2] = {std::any_of(units_.begin(), units_.end(), any_absent) ? 1.0 : 0.0, adds ? 1.0 : 0.0};
-  communicator_->all_reduce_sum(flags);
-  if (flags[1] != 0 && flags[1] != communicator_->world_size()) {
+  switch (what) {
+    case Asked::begin_step:
+      return "begin a step";
+    case Asked::begin_pass:
+    case Asked::begin_evaluation:
+      return "begin " + std::string(what == Asked::begin_pass ? "a training" : "an evaluation") + " pass of " +
+             std::to_string(value % 4096) + " micro-batches with key " + std::to_string(value / 4096);
+    case Asked::acquire:
+      return of_unit("acquire unit ");
+    case Asked::gradients:
+      return of_unit("open gradients of unit ");
+    case Asked::commit:
+      return of_unit("commit gradients of unit ");
+    case Asked::commit_partial:
+      return of_unit("commit partial gradients of unit ");
+    case Asked::update:
+      return "update";
+    case Asked::discard:
+      return "discard the step";
+  }
+  return "";
+}
+
+std::string EngineImplementation::step_options_text() const {
+  char number[64];
+  const auto add = [&](const char* format, auto value) {
+    std::snprintf(number, sizeof number, format, value);
+    return std::string(number);
+  };
+  std::string text = add("%d micro-batches", step_.options.micro_batches);
+  if (step_.options.learning_rate) text += add(", learning rate %.17g", *step_.options.learning_rate);
+  for (const GroupRate& rate : step_.options.group_rates) {
+    text += add(", group %d", rate.group) + add(": %.17g", rate.learning_rate);
+    if (rate.weight_decay) text += add(", weight decay %.17g", *rate.weight_decay);
+  }
+  return text;
+}
+
+// At the end of backward, before anything is waited for: ranks that have asked for different things would wait for one
+// another, or mistake one unit's bytes for another's where those are of one size. adds: finish_backward has been given
+// a function; so has every rank then. True where some rank has a parameter without a gradient.
+bool EngineImplementation::agree_on_backward(bool adds) {
+  const auto any_absent = [](const UnitState& unit) {
+    return unit.trainable && std::find(unit.requested.begin(), unit.requested.end(), 0) != unit.requested.end();
+  };
+  const std::uint64_t mine[3] = {asked_fingerprint_, std::any_of(units_.begin(), units_.end(), any_absent) ? 1U : 0U,
+                                 adds ? 1U : 0U};
+  std::vector<std::uint64_t>& all = words_of_all_;
+  all.resize(3 * std::size_t{plan_.world_size});
+  communicator_->all_gather(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
+  bool same = true, absent = false;
+  std::uint64_t with_function = 0;
+  for (std::size_t i = 0; i < all.size(); i += 3) {
+    same = same && all[i] == all.front();
+    absent = absent || all[i + 1] != 0;
+    with_function += all[i + 2];
+  }
+  if (!same) {
+    std::vector<NamedValue> values = {{"options of the step", step_options_text()}};
+    for (std::size_t i = 0; i < asked_.size(); ++i) {
+      values.push_back({"call " + std::to_string(i + 1), asked_text(asked_[i].first, asked_[i].second)});
+    }
+    values.push_back({"call " + std::to_string(asked_.size() + 1),
+                      asked_.size() < asked_count_ ? "one of many more" : "finish backward"});
+    try {
+      check_agreement(*communicator_, values);
+    } catch (const CommunicationError& error) {
+      throw CommunicationError(
+          std::string("every rank must make the same calls in the same order, and they have not since they last met, "
+                      "in finish_backward: ") +
+          error.what());
+    }
+    throw CommunicationError("ranks have made different calls since they last met, in finish_backward");
+  }
+  asked_.clear();
+  asked_count_ = 0;
+  if (with_function != 0 && with_function != plan_.world_size) {
     throw UsageError("finish_backward was given a function that adds what other engines have on " +
-                     std::to_string(static_cast<int>(flags[1])) + " of " + std::to_string(communicator_->world_size()) +
+                     std::to_string(with_function) + " of " + std::to_string(communicator_->world_size()) +
                      " ranks; give it on all or on none");
   }
-  if (flags[0] == 0) return;
+  return absent;
+}
+
+// A parameter has a gradient where any rank of its unit has one. Where none is absent anywhere nothing is exchanged.
+void EngineImplementation::agree_on_presence() {
   for (std::uint32_t number = 0; number <= unit_communicators_.size(); ++number) {
     std::vector<double> present;
     const auto each_parameter = [&](const auto& visit) {

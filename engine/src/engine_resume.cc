@@ -148,6 +148,15 @@ void EngineImplementation::meet_runs_of_other_paths(const CommitOptions& options
 
 void EngineImplementation::forget_stored_run() {
   manifest_log().remove_all();
+  if (communicator_->rank() == 0) {
+    // A larger world may have left more than this one has ranks.
+    const std::shared_ptr<io::SmallFiles> files = io::make_small_files(config_.nvme.paths.front());
+    for (const std::uint64_t step : engine::ManifestLog::steps_of(*files)) {
+      for (const std::uint32_t rank : engine::ManifestLog::ranks_of(*files, step)) {
+        if (rank >= plan_.world_size) engine::ManifestLog(files, rank).remove_all();
+      }
+    }
+  }
   for (std::size_t i = 0; communicator_->rank() == 0 && i < config_.nvme.paths.size(); ++i) {
     engine::remove_folder(moved_path(i));
   }
@@ -219,7 +228,7 @@ std::optional<EngineImplementation::StoredRun> EngineImplementation::stored_in_p
   StoredRun run;
   log.load(step, &run.layout, &run.manifest);
   if (!agree_all_good(same_place(run.layout))) return std::nullopt;
-  require_same_model(run.layout, config_.nvme.paths.front());
+  if (!agree_all_good(places_in(run.layout, config_.nvme.paths.front()).as_here)) return std::nullopt;
   run.path = log.path(step);
   run.state.run_identity = run.layout.run_identity;
   run.state.chunks = run.manifest.chunks;

@@ -285,14 +285,19 @@ void EngineImplementation::initialize(const Engine::Fill& fill) {
   std::vector<float> values;
   for (std::uint32_t c = 0; c < layout.chunks.size(); ++c) {
     const ChunkLayout& chunk = layout.chunks[c];
-    values.assign(chunk.elements, 0.0f);
+    // They wait where the moments will be, which have room for them.
+    std::byte* const moments = extent.data() + chunk.parameter_bytes + chunk.master_bytes;
+    if (chunk.moment_bytes == 0) values.resize(chunk.elements);
+    const std::span<float> all(chunk.moment_bytes == 0 ? values.data() : reinterpret_cast<float*>(moments),
+                               chunk.elements);
+    std::fill(all.begin(), all.end(), 0.0f);
     for (std::uint32_t s = chunk.first_segment; s < chunk.first_segment + chunk.segment_count; ++s) {
       const Segment& segment = layout.segments[s];
       fill({chunk.unit, segment.parameter}, static_cast<std::int64_t>(segment.parameter_first),
-           std::span<float>(values).subspan(segment.begin, segment.count));
+           all.subspan(segment.begin, segment.count));
     }
-    std::memset(extent.data(), 0, chunk.parameter_bytes + chunk.optimizer_bytes());
-    to_states(chunk, values.data(), extent.data());
+    to_states(chunk, all.data(), extent.data());
+    std::memset(moments, 0, 2 * chunk.moment_bytes);
     executor_->save_chunk(c, extent.data());
   }
   initialized_ = true;

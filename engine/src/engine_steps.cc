@@ -1,8 +1,10 @@
 // Steps and passes: what is declared, what is expected next, when updates are decided.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/check.h>
+#include <ballast/base/random.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "engine_implementation.h"
@@ -58,6 +60,17 @@ Step EngineImplementation::begin_step(StepOptions options) {
   }
   std::fill(chunk_contributed_.begin(), chunk_contributed_.end(), 0);
   updates_begun_ = false;
+  const auto bits = [](double value) { return std::bit_cast<std::uint64_t>(value); };
+  note_asked(Asked::begin_step, static_cast<std::uint64_t>(step_.options.micro_batches));
+  if (several_ranks()) {
+    std::uint64_t rates = step_.options.learning_rate ? base::mix(bits(*step_.options.learning_rate) + 1) : 0;
+    for (const GroupRate& rate : step_.options.group_rates) {
+      rates = base::mix(rates + static_cast<std::uint64_t>(rate.group));
+      rates = base::mix(rates + bits(rate.learning_rate));
+      if (rate.weight_decay) rates = base::mix(rates + bits(*rate.weight_decay) + 1);
+    }
+    asked_fingerprint_ = base::mix(asked_fingerprint_ + rates);
+  }
   top_up(lock);
   executor_->wake();
   Step step;
@@ -123,6 +136,7 @@ void EngineImplementation::update(std::span<const std::byte> user_bytes) {
   }
   Lock lock(executor_->mutex());
   executor_->check(lock);
+  note_asked(Asked::update);
   finish_commit(lock);
   schedule::Scheduler& scheduler = executor_->scheduler();
   if (plan_.timing != Timing::eager) {
@@ -179,9 +193,10 @@ void EngineImplementation::discard() {
 void EngineImplementation::abandon_step() noexcept {
   if (forked()) return;
   if (!step_.active) return;
-  step_.active = false;
-  pass_.active = false;
   try {
+    note_asked(Asked::discard);
+    step_.active = false;
+    pass_.active = false;
     for (const auto& stream : streams_) {
       try {
         stream->synchronize();
@@ -239,6 +254,8 @@ PassScope EngineImplementation::begin_pass(PassOptions options, bool within_step
   pass_.within_step = within_step;
   pass_.options = options;
   ++pass_.serial;
+  note_asked(options.kind == Pass::train ? Asked::begin_pass : Asked::begin_evaluation,
+             options.key << 12 | static_cast<std::uint64_t>(std::min(options.micro_batches, 4095)));
   position_ = 0;
   if (expected_.empty()) {
     ahead_pass_ = pass_.serial;

@@ -146,6 +146,9 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
     }
   }
   run_identity_ = stored != nullptr ? stored->run_identity : new_identity();
+  // The ranks' parts of what is stored know each other by it.
+  if (stored == nullptr && plan.world_size > 1)
+    communicators_.front()->broadcast(std::as_writable_bytes(std::span(run_identity_)), 0);
   if (plan.uses_nvme) {
     io::ChunkStoreOptions options;
     options.paths = config.nvme.paths;
@@ -178,6 +181,11 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
   // A device gives its memory once: taken when all else has been had, so that a commit that failed can be tried again.
   if (plan.device_bytes > 0) device_slab_ = device.take_slab(plan.device_bytes);
   window_ = device_slab_ + plan.device_parameter_bytes + plan.device_optimizer_bytes + plan.device_gradient_bytes;
+  if (hooks != nullptr && hooks->memory_fill) {
+    if (slab_) std::memset(slab_->memory().data(), *hooks->memory_fill, slab_->memory().size());
+    if (device_slab_ != nullptr && device.host_addressable())
+      std::memset(device_slab_, *hooks->memory_fill, plan.device_bytes);
+  }
 
   parameter_checksums_.resize(plan.layout.chunks.size());
   optimizer_checksums_.resize(plan.layout.chunks.size());

@@ -28,6 +28,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
@@ -56,6 +57,8 @@ struct TestHooks {
   // Of checkpoints that are saved while training goes on.
   std::function<io::OpenedStorage(io::Backend, const io::StorageOptions&, const std::string&)> checkpoint_storage;
   bool trusts_chunks = false;  // no checksum of a chunk is compared
+  // What all memory of the host and the host device holds before anything is put there: 0xFF, NaN in every format.
+  std::optional<std::uint8_t> memory_fill;
 };
 
 // The scalars of a unit's next update, by parameter. Written under the mutex while no update of the unit is under way.

@@ -190,6 +190,9 @@ void Executor::start_collective(Work& work) {
 
 void Executor::enqueue_collective(const Action& action, const UnitLayout& unit, offload::Stream& stream) {
   const Channels& channels = channels_[unit.communicator];
+  for (Communicator* each : {channels.gather.get(), channels.reduce.get(), channels.replicas.get()}) {
+    if (each != nullptr) each->set_unit(action.unit);
+  }
   if (action.task == Task::gather) {
     std::byte* const own = unit_parameters(action.unit);
     std::byte* const base = own != nullptr ? own : window_ + action.device_offset;

@@ -293,18 +293,22 @@ TEST_P(SeveralRanksContract, AnotherSizeIsAnErrorThatNamesWhoGaveIt) {
   }
 }
 
-TEST_P(SeveralRanksContract, AnotherTypeIsAnErrorThatNamesWhoGaveIt) {
-  run(kPatient, [&](Communicator& c) {
-    c.barrier();
-    RankStream stream;
-    const DataType type = c.rank() == size() - 1 ? DataType::fp16 : DataType::bf16;
-    std::vector<std::byte> data(2000);
-    c.all_reduce_sum(data.data(), 1000, type, *stream);
-    stream->synchronize();
-    const std::string text = failure_of([&] { c.check(); });
-    expect_odd_one_named(c, size(), text);
-    EXPECT_THAT(text, ::testing::AllOf(::testing::HasSubstr("fp16"), ::testing::HasSubstr("bf16")));
-  });
+TEST_P(SeveralRanksContract, AnotherTypeOrUnitIsAnErrorThatNamesWhoGaveIt) {
+  for (const bool other_type : {true, false}) {
+    run(kPatient, [&](Communicator& c) {
+      c.barrier();
+      RankStream stream;
+      const bool odd = c.rank() == size() - 1;
+      std::vector<std::byte> data(2000);
+      c.set_unit(odd && !other_type ? 3 : 2);
+      c.all_reduce_sum(data.data(), 1000, odd && other_type ? DataType::fp16 : DataType::bf16, *stream);
+      stream->synchronize();
+      const std::string text = failure_of([&] { c.check(); });
+      expect_odd_one_named(c, size(), text);
+      EXPECT_THAT(text, ::testing::HasSubstr(other_type ? "of fp16" : "for unit 3"));
+      EXPECT_THAT(text, ::testing::HasSubstr("of bf16 for unit 2"));
+    });
+  }
 }
 
 TEST_P(SeveralRanksContract, AnotherRootIsAnErrorThatNamesWhoGaveIt) {

@@ -1,6 +1,7 @@
 // What trainers do that they should not, or seldom do: late and double commits, scopes that outlive others, another
 // working directory, forks, a commit that is tried again, very many names.
 // SPDX-License-Identifier: Apache-2.0
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -107,37 +108,95 @@ TEST(UsageTest, GradientsBelongToThePassTheyWereOpenedIn) {
   }
 }
 
-TEST(UsageTest, TwoLeasesOfAUnitsGradientsAreSummedOrRefused) {
+// Two uses are a sum where all but the last say that more will come; else refused, whatever the timing.
+TEST(UsageTest, ASecondLastContributionOfAPassIsRefusedAndPartialOnesAreSummed) {
   for (const Timing timing : {Timing::eager, Timing::just_in_time, Timing::after_backward}) {
     SCOPED_TRACE(to_string(timing));
     const TemporaryDirectory directory;
     Engine engine(nvme_config(directory.path(), timing));
-    SyntheticTrainer trainer(engine, small_model());
+    SyntheticTrainer trainer(engine, small_model(1), {.tied = true});
     engine.commit();
     trainer.initialize();
     Stream stream = engine.stream();
-    auto step = engine.begin_step();
-    auto pass = step.begin_pass();
-    auto one = engine.gradients(trainer.ids()[0], stream);
-    auto two = engine.gradients(trainer.ids()[0], stream);
-    for (const GradientLease* lease : {&one, &two}) {
+    const auto fill = [&](const GradientLease& lease) {
       for (std::uint32_t p = 0; p < 3; ++p) {
-        stream.enqueue([out = (*lease)[{0, p}]] {
+        stream.enqueue([out = lease[{0, p}]] {
           std::fill_n(static_cast<float*>(out.data), out.elements, 0.0f);
           *static_cast<float*>(out.data) = 0.5f;
         });
       }
+    };
+    for (const bool partial : {true, false}) {
+      auto step = engine.begin_step();
+      auto pass = step.begin_pass();
+      auto first_use = engine.acquire(trainer.ids()[0], stream), second_use = engine.acquire(trainer.ids()[0], stream);
+      auto one = engine.gradients(trainer.ids()[0], stream), two = engine.gradients(trainer.ids()[0], stream);
+      fill(one);
+      fill(two);
+      if (partial) {
+        one.commit_partial(stream);
+        two.commit(stream);
+      } else {
+        one.commit(stream);
+        EXPECT_THAT(testing::text_of<UsageError>([&] { two.commit(stream); }),
+                    ::testing::AllOf(::testing::HasSubstr("unit u.0"), ::testing::HasSubstr("commit_partial")));
+        EXPECT_THROW(engine.gradients(trainer.ids()[0], stream), UsageError);
+      }
+      first_use.release();
+      second_use.release();
+      pass.end();
+      EXPECT_EQ(step.finish_backward().value, (partial ? 1 : 0.5) * std::sqrt(3.0));
+      step.update();
     }
-    one.commit(stream);
-    if (timing == Timing::eager) {
-      EXPECT_THROW(two.commit(stream), UsageError);
-      continue;
+    EXPECT_EQ(engine.step_count({0, 0}), 2u);
+  }
+}
+
+// Room for two units, and five of them: what is held stays, whatever else comes and goes.
+TEST(UsageTest, LeasesAreCountedUnderPressureAndWrongReleasesAreErrors) {
+  for (const Timing timing : {Timing::eager, Timing::just_in_time, Timing::after_backward}) {
+    SCOPED_TRACE(to_string(timing));
+    const TemporaryDirectory directory;
+    Config config = nvme_config(directory.path(), timing);
+    config.budget.device_bytes = 100 << 10;  // gradients of a unit are 32 KiB, parameters 16 KiB
+    Engine engine(config);
+    std::vector<UnitId> units;
+    for (int u = 0; u < 5; ++u) units.push_back(engine.add_unit("u" + std::to_string(u), {{"w", {8192}}}));
+    engine.commit();
+    engine.initialize([](ParameterId id, std::int64_t, std::span<float> values) {
+      std::fill(values.begin(), values.end(), static_cast<float>(id.unit + 1));
+    });
+    Stream stream = engine.stream();
+    const auto all_are = [&](const ParameterLease& lease, std::uint32_t unit) {
+      const Tensor tensor = lease[{unit, 0}];
+      const auto* const bits = static_cast<const std::uint16_t*>(tensor.data);
+      return std::all_of(bits, bits + tensor.elements,
+                         [&](std::uint16_t each) { return testing::bf16_value(each) == static_cast<float>(unit + 1); });
+    };
+    EXPECT_THROW(engine.acquire(units[0], stream), UsageError) << "outside a pass";
+    for (int round = 0; round < 3; ++round) {
+      auto pass = engine.begin_pass({.kind = Pass::evaluate});
+      auto first = engine.acquire(units[0], stream), second = engine.acquire(units[0], stream);
+      first.wait();
+      first.release(stream);
+      EXPECT_THROW(first.release(stream), UsageError);
+      EXPECT_THROW(static_cast<void>(first[{0, 0}]), UsageError);
+      for (int turn = 0; turn < 2; ++turn) {
+        for (std::uint32_t u = 1; u < 5; ++u) {
+          auto other = engine.acquire(units[u], stream);
+          other.wait();
+          EXPECT_TRUE(all_are(other, u)) << u;
+          EXPECT_TRUE(all_are(second, 0)) << u;
+          other.release();
+        }
+      }
+      second.release();
+      EXPECT_THROW(second.release(), UsageError);
+      EXPECT_THROW(ParameterLease().release(), UsageError);
+      EXPECT_THROW(ParameterLease().wait(), UsageError);
+      EXPECT_THROW(GradientLease().commit(stream), UsageError);
+      EXPECT_THROW(engine.gradients(units[0], stream), UsageError) << "of an evaluation";
     }
-    two.commit(stream);
-    pass.end();
-    EXPECT_EQ(step.finish_backward().value, std::sqrt(3.0));
-    step.update();
-    EXPECT_EQ(engine.step_count({0, 0}), 1u);
   }
 }
 

@@ -12,6 +12,7 @@ constexpr std::size_t kNamedRanks = 8;  // of a longer list only the count is to
 
 std::string bytes_of(const Signature& s) { return std::to_string(s.bytes) + " bytes"; }
 std::string typed(const Signature& s) { return bytes_of(s) + " of " + std::string(to_string(s.type)); }
+std::string about(const Signature& s) { return s.unit == kNoUnit ? "" : " for unit " + std::to_string(s.unit); }
 
 }  // namespace
 
@@ -43,11 +44,11 @@ std::string describe(const Signature& s) {
     case CallKind::sum_values:
       return "sum of " + std::to_string(s.bytes / sizeof(double)) + " values";
     case CallKind::all_gather:
-      return "all-gather of " + bytes_of(s) + " a part on a stream";
+      return "all-gather of " + bytes_of(s) + " a part on a stream" + about(s);
     case CallKind::reduce_scatter:
-      return "reduce-scatter of " + typed(s) + " a part";
+      return "reduce-scatter of " + typed(s) + " a part" + about(s);
     case CallKind::all_reduce:
-      return "all-reduce of " + typed(s);
+      return "all-reduce of " + typed(s) + about(s);
     case CallKind::duplicate:
       return "duplicate";
     case CallKind::split:
@@ -90,7 +91,7 @@ std::optional<std::string> disagreement(std::span<const Signature> signatures, s
   }
   return "ranks are at odds at " + place(signatures[reference]) + ": " + odd + " where " + members.names(agreeing) +
          " made " + describe(signatures[reference]) +
-         ". Every rank must make the same calls with the same sizes in the same order";
+         ". Every rank must make the same calls with the same sizes in the same order (units count from 0)";
 }
 
 std::string overdue(const Signature& signature, std::span<const int> ranks, const Members& members,

@@ -26,17 +26,21 @@ enum class CallKind : std::uint8_t {
   split,
 };
 
+constexpr std::uint32_t kNoUnit = 0xFFFFFFFFu;
+
 // What every rank must give alike at one place in the order. Without padding: it is sent as it is.
 struct Signature {
   std::uint64_t sequence = 0;  // the place in the order of its communicator, from 0
   std::uint64_t bytes = 0;     // of all_gather and reduce_scatter: of one part
   std::int32_t root = 0;
+  std::uint32_t unit = kNoUnit;  // what it is about
   CallKind kind = CallKind::barrier;
   DataType type = DataType::fp32;
   std::uint16_t reserved = 0;
+  std::uint32_t unused = 0;
   bool operator==(const Signature&) const = default;
 };
-static_assert(sizeof(Signature) == 24);
+static_assert(sizeof(Signature) == 32);
 
 struct Call {
   Signature signature;
@@ -60,7 +64,7 @@ class Members {
   int rank_;
 };
 
-std::string describe(const Signature& signature);  // "reduce-scatter of 4096 bytes of fp32 a part"
+std::string describe(const Signature& signature);  // "reduce-scatter of 4096 bytes of fp32 a part for unit 3"
 std::string place(const Signature& signature);     // "call 17 (reduce-scatter of ...)"
 std::string format_seconds(std::chrono::nanoseconds time);
 

@@ -154,19 +154,20 @@ class OrderedCommunicator final : public Communicator {
   }
   void barrier() override { state_->run({signature(CallKind::barrier, 0)}); }
 
+  void set_unit(std::uint32_t unit) override { unit_ = unit; }
   void all_gather(std::byte* data, std::size_t part_bytes, offload::Stream& stream) override {
     require_product(part_bytes, static_cast<std::size_t>(world_size()), "all_gather");
-    state_->run_on(stream, {signature(CallKind::all_gather, part_bytes), data, data});
+    state_->run_on(stream, {large_signature(CallKind::all_gather, part_bytes), data, data});
   }
   void reduce_scatter_sum(const std::byte* data, std::byte* part, std::size_t part_elements, DataType type,
                           offload::Stream& stream) override {
     require_product(part_elements, static_cast<std::size_t>(world_size()) * 4, "reduce_scatter_sum");
     state_->run_on(stream,
-                   {signature(CallKind::reduce_scatter, part_elements * element_bytes(type), type), data, part});
+                   {large_signature(CallKind::reduce_scatter, part_elements * element_bytes(type), type), data, part});
   }
   void all_reduce_sum(std::byte* data, std::size_t elements, DataType type, offload::Stream& stream) override {
     require_product(elements, 4, "all_reduce_sum");
-    state_->run_on(stream, {signature(CallKind::all_reduce, elements * element_bytes(type), type), data, data});
+    state_->run_on(stream, {large_signature(CallKind::all_reduce, elements * element_bytes(type), type), data, data});
   }
 
   std::shared_ptr<Communicator> duplicate() override {
@@ -187,6 +188,11 @@ class OrderedCommunicator final : public Communicator {
     s.type = type;
     return s;
   }
+  Signature large_signature(CallKind kind, std::size_t bytes, DataType type = DataType::fp32) const {
+    Signature s = signature(kind, bytes, type);
+    s.unit = unit_;
+    return s;
+  }
   static const std::byte* as_bytes(const double* values) { return reinterpret_cast<const std::byte*>(values); }
   static void require_product(std::size_t a, std::size_t b, const char* call) {
     if (a > std::numeric_limits<std::size_t>::max() / b) {
@@ -195,6 +201,7 @@ class OrderedCommunicator final : public Communicator {
   }
 
   const std::shared_ptr<OrderedState> state_;
+  std::uint32_t unit_ = kNoUnit;  // of large calls
 };
 
 }  // namespace

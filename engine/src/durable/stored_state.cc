@@ -26,15 +26,17 @@ StoredState::StoredState(std::vector<std::string> paths, std::uint64_t step) : p
   if (found.empty()) throw IoError(name + " has no manifest");
   const auto load = [&](std::uint32_t rank) {
     if (!std::binary_search(found.begin(), found.end(), rank)) {
-      throw CorruptionError(name + " is not whole: the manifest of rank " + std::to_string(rank) + " is missing");
+      throw CorruptionError(name + " is not whole: the manifest of rank " + std::to_string(rank) + " is missing (" +
+                            ManifestLog(files, rank).path(step) + ")");
     }
     StoredLayout& layout = layouts_.emplace_back();
     ManifestLog(files, rank).load(step, &layout, &manifests_.emplace_back());
     const StoredLayout& first = layouts_.front();
     if (layout.rank != rank || layout.world_size != first.world_size || layout.path_count != first.path_count ||
         layout.partition.world_size != first.partition.world_size || layout.fingerprint != first.fingerprint ||
-        layout.units.size() != first.units.size()) {
-      throw CorruptionError(name + " is not of one run: rank " + std::to_string(rank) + " differs from rank 0");
+        layout.units.size() != first.units.size() || layout.run_identity != first.run_identity) {
+      throw CorruptionError(name + " is not of one run: " + ManifestLog(files, rank).path(step) +
+                            " is of another one than rank 0's");
     }
   };
   load(0);
@@ -42,6 +44,11 @@ StoredState::StoredState(std::vector<std::string> paths, std::uint64_t step) : p
   const StoredLayout& first = layouts_.front();
   if (first.path_count != paths_.size()) {
     throw ConfigError(name + " is spread over " + std::to_string(first.path_count) + " paths; name those, in order");
+  }
+  if (found.back() >= first.world_size) {
+    throw CorruptionError(name + " is not of one run: " + ManifestLog(files, found.back()).path(step) + " is of rank " +
+                          std::to_string(found.back()) + ", and the run had " + std::to_string(first.world_size) +
+                          " ranks; take away what does not belong there");
   }
   const std::uint32_t holders = first.partition.all_shards ? 1 : first.partition.world_size;
   for (std::uint32_t rank = 1; rank < holders; ++rank) load(rank);
@@ -99,10 +106,12 @@ const std::byte* StoredState::chunk_bytes(std::uint32_t rank, std::uint32_t chun
   struct stat status;
   if (::fstat(at->second, &status) != 0) throw IoError("chunk file " + file + ": " + std::strerror(errno));
   const auto file_bytes = static_cast<std::uint64_t>(status.st_size);
-  if (offset > file_bytes || what.stored_bytes() > file_bytes - offset) {
+  // Also where only what fills up its slot is missing.
+  const std::uint64_t whole_bytes = std::max(what.stored_bytes(), what.slot_bytes);
+  if (offset > file_bytes || whole_bytes > file_bytes - offset) {
     throw CorruptionError("chunk " + std::to_string(chunk) + " of rank " + std::to_string(layout.rank) + " (unit " +
                           layout.units[what.unit].name + ", step " + std::to_string(step()) + ") should lie in " +
-                          file + " at " + std::to_string(offset) + ", " + std::to_string(what.stored_bytes()) +
+                          file + " at " + std::to_string(offset) + ", " + std::to_string(whole_bytes) +
                           " bytes, and the file ends at " + std::to_string(file_bytes) + ": it is cut short");
   }
   held_.resize(what.stored_bytes());

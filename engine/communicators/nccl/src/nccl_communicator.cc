@@ -81,8 +81,10 @@ class NcclCommunicator final : public Communicator {
     state_->gather(signature(CallKind::barrier, 0), {}, {});
   }
 
+  // For the words about a call that does not end.
+  void set_unit(std::uint32_t unit) override { unit_ = unit; }
   void all_gather(std::byte* data, std::size_t part_bytes, offload::Stream& stream) override {
-    const Signature s = signature(CallKind::all_gather, part_bytes);
+    const Signature s = large_signature(CallKind::all_gather, part_bytes);
     if (part_bytes == 0) return state_->check();
     state_->run_on(handle(stream), NcclState::Large::all_gather, s, data + own() * part_bytes, data, part_bytes,
                    ncclUint8);
@@ -90,13 +92,13 @@ class NcclCommunicator final : public Communicator {
   void reduce_scatter_sum(const std::byte* data, std::byte* part, std::size_t part_elements, DataType type,
                           offload::Stream& stream) override {
     require_product(part_elements, ranks() * 4, "reduce_scatter_sum");
-    const Signature s = signature(CallKind::reduce_scatter, part_elements * element_bytes(type), type);
+    const Signature s = large_signature(CallKind::reduce_scatter, part_elements * element_bytes(type), type);
     if (part_elements == 0) return state_->check();
     state_->run_on(handle(stream), NcclState::Large::reduce_scatter, s, data, part, part_elements, nccl_type(type));
   }
   void all_reduce_sum(std::byte* data, std::size_t elements, DataType type, offload::Stream& stream) override {
     require_product(elements, 4, "all_reduce_sum");
-    const Signature s = signature(CallKind::all_reduce, elements * element_bytes(type), type);
+    const Signature s = large_signature(CallKind::all_reduce, elements * element_bytes(type), type);
     if (elements == 0) return state_->check();
     state_->run_on(handle(stream), NcclState::Large::all_reduce, s, data, data, elements, nccl_type(type));
   }
@@ -122,6 +124,11 @@ class NcclCommunicator final : public Communicator {
     s.root = root;
     s.kind = kind;
     s.type = type;
+    return s;
+  }
+  Signature large_signature(CallKind kind, std::size_t bytes, DataType type = DataType::fp32) {
+    Signature s = signature(kind, bytes, type);
+    s.unit = unit_;
     return s;
   }
   static void require_product(std::size_t a, std::size_t b, const char* call) {
@@ -164,6 +171,7 @@ class NcclCommunicator final : public Communicator {
   }
 
   const std::shared_ptr<NcclState> state_;
+  std::uint32_t unit_ = communicators::kNoUnit;  // of large calls
 };
 
 Members whole_world(int rank, int world_size) {

@@ -45,6 +45,10 @@ class Communicator {
   // --- enqueued on a stream -----------------------------------------------------------------------------------------
   // Buffers stay valid until the stream has passed the call. Addresses are the device's.
 
+  // The unit that the large calls after this are about: ranks whose calls are about different ones are at odds, as
+  // where sizes differ, and the error names both. Where the transport compares calls (NCCL does not). One thread at a
+  // time makes these calls and the large ones.
+  virtual void set_unit(std::uint32_t unit) { static_cast<void>(unit); }
   // In place: rank r's part lies at data + r * part_bytes, and is sent to all others.
   virtual void all_gather(std::byte* data, std::size_t part_bytes, offload::Stream& stream) = 0;
   // part[i] = sum over ranks of their data[rank * part_elements + i]; fp32, bf16 or fp16 (then summed in fp32 and

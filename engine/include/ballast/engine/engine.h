@@ -118,7 +118,7 @@ class GradientLease {
   ~GradientLease();
   Tensor operator[](ParameterId id) const;  // UsageError for frozen parameters and those of another unit
   void absent(ParameterId id);              // no gradient this time: not the same as zero
-  void commit(Stream stream);               // the unit's last contribution of this pass
+  void commit(Stream stream);               // the unit's last contribution of this pass; one more is a UsageError
   void commit_partial(Stream stream);       // more contributions of this pass follow (a unit used twice)
 
  private:
