@@ -268,5 +268,48 @@ TEST(NcclCommunicator, TheIdGoesOverTcpAndAFreshRunTakesThePortOver) {
   EXPECT_EQ(standin::live().total(), 0U);
 }
 
+TEST(NcclCommunicator, TheMasterIsFoundByNameAndByAddressOfEitherFamilyAndToldWhereItIsNot) {
+  standin::reset();
+  standin::configure({.devices = 2});
+  const int port = 20000 + static_cast<int>((getpid() + 7) % 20000);
+  std::vector<std::string> addresses = {"localhost", "127.0.0.1"};
+  if (std::filesystem::exists("/proc/net/if_inet6") && !std::filesystem::is_empty("/proc/net/if_inet6"))
+    addresses.emplace_back("::1");
+  for (const std::string& address : addresses) {
+    SCOPED_TRACE(address);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 2; ++rank) {
+      threads.emplace_back([=] {
+        LaunchInfo launch = torchrun(rank, 2, port);
+        launch.master_address = address;
+        const auto c = make_nccl_communicator({.timeout = kPatient}, launch, nullptr);
+        double one = 1;
+        c->all_reduce_sum({&one, 1});
+        EXPECT_EQ(one, 2);
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  }
+  // Unknown names are given up on before the time is over; nobody behind a port is waited for.
+  for (const auto& [address, least] : {std::pair("no-such-machine.invalid", 0.3), std::pair("127.0.0.1", 0.9)}) {
+    LaunchInfo launch = torchrun(1, 2, port);
+    launch.master_address = address;
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_THAT(failure_of([&] { make_nccl_communicator({.timeout = kShort}, launch, nullptr); }),
+                ::testing::HasSubstr(address + (":" + std::to_string(port + 1))));
+    EXPECT_GE(std::chrono::steady_clock::now() - begin, least * kShort);
+  }
+  // Two jobs on one port: the second is refused.
+  std::thread first([=] {
+    EXPECT_THAT(failure_of([&] { make_nccl_communicator({.timeout = kShort * 2}, torchrun(0, 2, port), nullptr); }),
+                ::testing::HasSubstr("not to rank 1"));
+  });
+  std::this_thread::sleep_for(kShort / 2);
+  EXPECT_THAT(failure_of([&] { make_nccl_communicator({.timeout = kShort}, torchrun(0, 2, port), nullptr); }),
+              ::testing::AllOf(::testing::HasSubstr("cannot listen"), ::testing::HasSubstr("MASTER_PORT")));
+  first.join();
+  EXPECT_EQ(standin::live().total(), 0U);
+}
+
 }  // namespace
 }  // namespace ballast::testing

@@ -4,8 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <csignal>
 #include <cstdlib>
+#include <filesystem>
 #include <nlohmann/json.hpp>
+#include <thread>
 #include <utility>
 
 #include "command_runner.h"
@@ -189,6 +193,31 @@ TEST_F(CommandRanks, EndWithTwoWhereOneOfThemRefusesWhoeverEndsFirst) {
   const auto result = run_program(train(4, {"--batch", "4", "--set", "budget.device=4KiB"}));
   EXPECT_EQ(result.status, 2) << result.error;
   EXPECT_THAT(result.error, HasSubstr("smallest budget.device: "));
+}
+
+// Processes, but for those that are gone and not yet missed, with that entry in their environment.
+int processes_marked(const std::string& mark) {
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    const std::string path = entry.path().string();
+    if (path.find_first_not_of("0123456789", 6) != std::string::npos) continue;
+    count += read_file(path + "/environ").find(mark) != std::string::npos;  // a zombie has none
+  }
+  return count;
+}
+
+TEST_F(CommandRanks, LeaveNoProcessBehindHoweverTheirLauncherEndsAndStartAgainAtOnce) {
+  const std::string mark = "BALLAST_TEST_MARK=" + scratch_.path();
+  for (const int signal : {SIGINT, SIGTERM, SIGKILL}) {
+    SCOPED_TRACE("signal " + std::to_string(signal));
+    const auto ended = run_program(train(2, {"--steps", "1000000"}), {"OMP_NUM_THREADS=1", mark}, 2500, signal);
+    EXPECT_NE(ended.status, 0);
+    int left = 0;
+    for (int looks = 0; looks < 200 && (left = processes_marked(mark)) > 0; ++looks)
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    EXPECT_EQ(left, 0);
+    EXPECT_EQ(trained(2, {})["world_size"], 2);
+  }
 }
 
 TEST_F(CommandRanks, MeasureStepsAgainstRawTransfersOfAllRanksAtOnce) {

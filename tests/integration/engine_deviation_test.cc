@@ -374,6 +374,52 @@ TEST_P(DeviationTest, EvaluationInOtherOrdersBetweenAndWithinSteps) {
   EXPECT_EQ(run(world, true), expected);
 }
 
+// A hundred rounds of a, b, c; a, c; c, b, a; a alone; and an end while more is on its way.
+TEST_P(DeviationTest, WhatWasReadAheadAndIsNeverUsedIsDroppedWithoutAWord) {
+  std::vector<std::string> complaints;
+  std::size_t seen = 0;
+  const TemporaryDirectory directory;
+  const Watchdog watchdog(60);
+  {
+    Config config = plain_config(directory.path(), tier(), timing());
+    config.budget.host_bytes = std::uint64_t{2} << 20;
+    EngineEnvironment environment;
+    environment.log = [&](LogLevel level, std::string_view text) {
+      if (level == LogLevel::error || level == LogLevel::warning) complaints.emplace_back(text);
+    };
+    Engine engine(config, environment);
+    std::vector<UnitId> units;
+    for (const char* name : {"a", "b", "c"}) units.push_back(engine.add_unit(name, {{"w", {20000}}}));
+    engine.commit();
+    engine.initialize([](ParameterId id, std::int64_t, std::span<float> values) {
+      std::fill(values.begin(), values.end(), static_cast<float>(id.unit + 1));
+    });
+    const std::vector<std::vector<std::uint32_t>> orders = {{0, 1, 2}, {0, 2}, {2, 1, 0}, {0}};
+    const Report before = engine.report();
+    for (std::size_t round = 0; round < 100; ++round) {
+      auto pass = engine.begin_pass({.kind = Pass::evaluate});
+      for (const std::uint32_t u : orders[round % orders.size()]) {
+        auto lease = engine.acquire(units[u], engine.stream());
+        lease.wait();
+        const auto* const bits = static_cast<const std::uint16_t*>(lease[{u, 0}].data);
+        for (const std::size_t i : {std::size_t{0}, std::size_t{19999}})
+          seen += testing::bf16_value(bits[i]) == static_cast<float>(u + 1);
+        lease.release();
+      }
+    }
+    const Report after = engine.report();
+    EXPECT_EQ(after.peak_device_bytes, before.peak_device_bytes);
+    EXPECT_EQ(after.peak_host_bytes, before.peak_host_bytes);
+    for (int looks = 0; looks < 10'000 && !engine.report().at_rest; ++looks)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_TRUE(engine.report().at_rest);
+    auto pass = engine.begin_pass({.kind = Pass::evaluate});
+    engine.acquire(units[0], engine.stream());
+  }
+  EXPECT_EQ(seen, 2u * 25 * (3 + 2 + 3 + 1));
+  EXPECT_TRUE(complaints.empty()) << complaints.front();
+}
+
 INSTANTIATE_TEST_SUITE_P(All, DeviationTest,
                          ::testing::Combine(::testing::Values(Tier::device, Tier::host, Tier::nvme),
                                             ::testing::Values(Timing::after_backward, Timing::just_in_time,

@@ -180,6 +180,13 @@ TEST(ValuesTest, AUnitUsedTwiceIsUpdatedOnceWithTheSum) {
     }
     EXPECT_NEAR(world.value(), 0.92, kFourUlps);
     EXPECT_EQ(world.engine->step_count({0, 0}), 1u);
+    // What two updates would give is something else.
+    World twice(Tier::nvme, timing);
+    twice.config.optimizer = world.config.optimizer;
+    twice.start(1);
+    twice.step({1});
+    twice.step({3});
+    EXPECT_NEAR(twice.value(), 0.886578964, kFourUlps);
   }
 }
 

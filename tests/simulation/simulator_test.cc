@@ -50,6 +50,26 @@ TEST(Simulator, OverlapsUnitsThatFollowEachOther) {
   EXPECT_EQ(run.time_ns, (3 * 2 + 2 + 2) * kUs);  // three reads in turn, then the last copy and its maths
 }
 
+// Ten units, a read and the maths of each 20 ms: 220 ms where what comes next is read meanwhile, 400 ms where not.
+TEST(Simulator, ReadsAheadHideBehindMaths) {
+  HardwareModel hardware = simple_hardware();
+  hardware.read.bytes_per_second = hardware.compute_bytes_per_second = 100;  // 2 bytes a unit
+  hardware.copy_in.bytes_per_second = 1'000'000'000;
+  constexpr std::uint64_t kMs = 1'000'000;
+  Plan plan = forward_only(10);
+  plan.slab_bytes = 40;
+  plan.run_ahead = 100;
+  const Simulation ahead = simulate(plan, hardware, 0);
+  ASSERT_EQ(ahead.failure, "");
+  EXPECT_NEAR(static_cast<double>(ahead.time_ns), 220.0 * kMs, 1.0 * kMs);
+  Plan alone = plan;
+  alone.slab_bytes = 2;  // room for one unit
+  alone.run_ahead = 1;
+  const Simulation serial = simulate(alone, hardware, 0);
+  ASSERT_EQ(serial.failure, "");
+  EXPECT_GE(serial.time_ns, 400 * kMs);
+}
+
 TEST(Simulator, AddsTheLatencyOfEachTask) {
   const Plan plan = forward_only(1);
   HardwareModel hardware = simple_hardware();

@@ -368,6 +368,51 @@ class LongRun {
   std::vector<UnitId> ids_;
 };
 
+// Reads of 20 ms and maths of 20 ms, ten units in turn: from the second round on all are under way before they are
+// asked for. The rounds' times are told, and not judged.
+TEST(PrefetchTest, AFixedOrderIsHitFromTheSecondRoundOn) {
+  const Watchdog watchdog(60);
+  const TemporaryDirectory directory;
+  auto hooks = std::make_shared<engine::TestHooks>();
+  hooks->storage_factory = [](io::Backend backend, const io::StorageOptions& options, const std::string&) {
+    io::OpenedStorage opened = io::open_storage(backend, options);
+    opened.storage = std::make_unique<io::testing::ThrottledStorage>(
+        std::move(opened.storage), io::testing::Throttle{.latency = std::chrono::milliseconds(20)}, options.wake);
+    return opened;
+  };
+  EngineEnvironment environment;
+  environment.test_hooks = hooks;
+  Config config = plain_config(directory.path(), Tier::nvme, Timing::just_in_time);
+  config.budget.device_bytes = 160 << 10;  // room for a unit and its gradients
+  Engine engine(config, environment);
+  std::vector<UnitId> units;
+  for (int u = 0; u < 10; ++u) units.push_back(engine.add_unit("u" + std::to_string(u), {{"w", {16384}}}));
+  engine.commit();
+  engine.initialize(
+      [](ParameterId, std::int64_t, std::span<float> values) { std::fill(values.begin(), values.end(), 1.0f); });
+  for (int round = 1; round <= 5; ++round) {
+    const Report before = engine.report();
+    const auto begin = std::chrono::steady_clock::now();
+    {
+      auto pass = engine.begin_pass({.kind = Pass::evaluate});
+      for (const UnitId unit : units) {
+        auto lease = engine.acquire(unit, engine.stream());
+        engine.stream().enqueue([] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
+        lease.release(engine.stream());
+      }
+      engine.stream().synchronize();
+    }
+    const Report after = engine.report();
+    const auto hits = after.acquires_prefetched - before.acquires_prefetched;
+    RecordProperty("round " + std::to_string(round) + " ms",
+                   std::to_string((std::chrono::steady_clock::now() - begin) / std::chrono::milliseconds(1)));
+    EXPECT_EQ(after.acquires - before.acquires, 10u);
+    if (round > 1) {
+      EXPECT_GE(hits, 9u) << "round " << round;
+    }
+  }
+}
+
 TEST(LongRunTest, FiveHundredStepsDoNotGrow) {
   for (Timing timing : {Timing::eager, Timing::just_in_time}) {
     SCOPED_TRACE(to_string(timing));

@@ -15,6 +15,7 @@
 #include <iterator>
 #include <limits>
 
+#include "cli/display.h"
 #include "cli/output_file.h"
 #include "cli/run_record.h"
 #include "cli/storage_bench.h"
@@ -28,6 +29,11 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::read_file;
 using testing::ScratchFolder;
+
+TEST(Display, RatesArePrintedInGigabytesOfAThousandMillionBytes) {
+  EXPECT_EQ(rate_text(1024.0 * 1024 * 1024 / 0.5), "2.15 GB/s");  // 2.0 GiB/s
+  EXPECT_EQ(rate_text(1e9), "1.00 GB/s");
+}
 
 TEST(OutputFile, AppearsWholeOrNotAtAll) {
   const ScratchFolder scratch;

@@ -210,8 +210,12 @@ TEST(ShardTest, EqualPartsOfWhichTheLastAreShortOrEmpty) {
     std::uint32_t world;
     std::vector<std::uint64_t> counts;
   };
-  const std::vector<Expected> cases = {
-      {5, 8, {1, 1, 1, 1, 1, 0, 0, 0}}, {1, 4, {1, 0, 0, 0}}, {10, 4, {3, 3, 3, 1}}, {0, 3, {0, 0, 0}}, {7, 1, {7}}};
+  const std::vector<Expected> cases = {{5, 8, {1, 1, 1, 1, 1, 0, 0, 0}},
+                                       {1, 4, {1, 0, 0, 0}},
+                                       {10, 4, {3, 3, 3, 1}},
+                                       {10, 3, {4, 4, 2}},
+                                       {0, 3, {0, 0, 0}},
+                                       {7, 1, {7}}};
   for (const Expected& expected : cases) {
     std::uint64_t at = 0;
     for (std::uint32_t rank = 0; rank < expected.world; ++rank) {

@@ -11,6 +11,7 @@ TEST(Size, UnitsOfBothKindsAndWholeFractionsAreRead) {
   EXPECT_EQ(parse_size("17 B"), 17u);
   EXPECT_EQ(parse_size("512MiB"), 512 * kMiB);
   EXPECT_EQ(parse_size("2GB"), 2'000'000'000u);
+  EXPECT_EQ(parse_size("1GiB"), 1'073'741'824u);
   EXPECT_EQ(parse_size("1.5KiB"), 1536u);
   EXPECT_EQ(parse_size("0.001KB"), 1u);
   EXPECT_EQ(parse_size("3TiB"), 3072 * kGiB);
@@ -30,6 +31,9 @@ TEST(Size, WhatIsNoSizeIsRefused) {
                            " 1MiB",
                            "1mib",
                            "1M",
+                           "1G",
+                           "1e9",
+                           "1073741824",
                            "1.0.0MiB",
                            "99999999999999999999B",
                            "9223372036854775808B",

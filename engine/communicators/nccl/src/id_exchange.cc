@@ -72,7 +72,7 @@ bool move_bytes(int socket, void* data, std::size_t bytes, bool sends, Clock::ti
 }
 
 using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
-Addresses look_up(const char* host, int port, int flags, std::string& reason) {
+Addresses look_up(const char* host, int port, int flags, std::string& reason, bool* unknown = nullptr) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
@@ -80,6 +80,7 @@ Addresses look_up(const char* host, int port, int flags, std::string& reason) {
   addrinfo* found = nullptr;
   const int result = getaddrinfo(host, std::to_string(port).c_str(), &hints, &found);
   if (result != 0) reason = gai_strerror(result);
+  if (unknown != nullptr) *unknown = result == EAI_NONAME;
   return {found, &freeaddrinfo};
 }
 
@@ -156,9 +157,13 @@ void serve(std::span<std::byte> data, int world_size, int port, std::chrono::mil
 void fetch(std::span<std::byte> data, int rank, int world_size, const std::string& address, int port,
            std::chrono::milliseconds timeout) {
   const Clock::time_point deadline = Clock::now() + timeout;
+  // A name that nobody knows may come to be known when its machine starts, but not much later.
+  const Clock::time_point known_by = Clock::now() + timeout / 3;
   std::string reason = "nobody answered";
+  bool unknown = false;
   do {
-    const Addresses addresses = look_up(address.c_str(), port, 0, reason);
+    const Addresses addresses = look_up(address.c_str(), port, 0, reason, &unknown);
+    if (unknown && Clock::now() > known_by) break;
     for (const addrinfo* a = addresses.get(); a != nullptr; a = a->ai_next) {
       const Socket socket(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
       if (!socket.open()) continue;
@@ -194,8 +199,8 @@ void fetch(std::span<std::byte> data, int rank, int world_size, const std::strin
     std::this_thread::sleep_for(std::chrono::milliseconds(std::min(100, left_ms(deadline))));
   } while (left_ms(deadline) > 0);
   throw CommunicationError("rank " + std::to_string(rank) + " got no NCCL id from " + address + ":" +
-                           std::to_string(port) + " (MASTER_ADDR, MASTER_PORT + 1) within " +
-                           std::to_string(timeout.count()) + " ms: " + reason);
+                           std::to_string(port) + " (MASTER_ADDR, MASTER_PORT + 1)" +
+                           (unknown ? "" : " within " + std::to_string(timeout.count()) + " ms") + ": " + reason);
 }
 
 }  // namespace
