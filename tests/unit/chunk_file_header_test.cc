@@ -110,7 +110,7 @@ TEST(ChunkFileHeader, RandomBytesUnderARightMagicAndChecksumNeverMeanMoreThanThe
   const test::Seed seed(23);
   base::Random random(seed.value());
   int accepted = 0;
-  for (std::uint64_t round = 0; round < test::fuzz_rounds(50'000); ++round) {
+  for (std::uint64_t round = 0; test::fuzz_goes_on(round, 50'000); ++round) {
     HeaderBlock block = encode_header(sample());
     const std::uint64_t changes = 1 + random.below(4);
     for (std::uint64_t i = 0; i < changes; ++i) {

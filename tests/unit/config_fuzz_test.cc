@@ -35,7 +35,7 @@ TEST(ConfigFuzz, MutatedTextsAreReadOrRefusedByOneLine) {
                                 "\xf0\x90", "9999999999999999999999"};
   int accepted = 0;
   int refused = 0;
-  for (std::uint64_t round = 0; round < test::fuzz_rounds(20'000); ++round) {
+  for (std::uint64_t round = 0; test::fuzz_goes_on(round, 20'000); ++round) {
     std::string text = original;
     for (std::uint64_t changes = 1 + random.below(4); changes > 0; --changes) {
       const std::size_t at = random.below(text.size() + 1);

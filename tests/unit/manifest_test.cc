@@ -143,7 +143,7 @@ TEST(Manifest, WhatCannotBeIsRefusedWithoutAskingForItsMemory) {
   base::Random random(seed.value());
   const std::vector<std::byte> good = encode_layout(small_layout());
   std::uint64_t believed = 0;
-  for (std::uint64_t i = 0; i < test::fuzz_rounds(20'000); ++i) {
+  for (std::uint64_t i = 0; test::fuzz_goes_on(i, 20'000); ++i) {
     // The layout, or all that the checksum covers.
     std::vector<std::byte> bytes;
     if (random.below(2) == 0) {
@@ -196,7 +196,7 @@ TEST(Manifest, WhatIsBelievedIsReadWithinItsFile) {
   files->write(io::ChunkStore::file_name(0), chunks);
   const std::vector<std::byte> layout = encode_layout(good);
   std::uint64_t read = 0;
-  for (std::uint64_t i = 0; i < test::fuzz_rounds(3000); ++i) {
+  for (std::uint64_t i = 0; test::fuzz_goes_on(i, 3000); ++i) {
     Manifest manifest = small_manifest();
     manifest.step_counts = {{41}, {}};
     const std::vector<std::byte> changed = i == 0 ? layout : mutated(layout, random);
