@@ -6,6 +6,8 @@
 #include <nccl.h>
 #include <standin/standin.h>
 
+#include <filesystem>
+
 #include "communicator_contract.h"
 
 namespace ballast::testing {
