@@ -206,23 +206,23 @@ TEST_F(CheckpointFiles, AnExportComesBackAndARunGoesOnFromIt) {
 
 TEST_F(CheckpointFiles, ManyRanksExportWhatOneWould) {
   save(0, path_ + "/one/step-0");
-  const std::string several = path_ + "/three/step-0";
-  on_ranks(3, [&](int, const std::shared_ptr<Communicator>& communicator) {
+  const std::string several = path_ + "/eleven/step-0";
+  on_ranks(11, [&](int, const std::shared_ptr<Communicator>& communicator) {
     Engine engine(config_, {.communicator = communicator});
     SyntheticTrainer trainer(engine, model_);
     engine.commit();
     trainer.initialize();
     engine.save_checkpoint(several);
   });
-  CheckpointReader one({path_ + "/one"}), three({several});
-  EXPECT_EQ(three.world_size(), 3);
-  three.verify();
+  CheckpointReader one({path_ + "/one"}), eleven({several});
+  EXPECT_EQ(eleven.world_size(), 11);
+  eleven.verify();
   export_safetensors(one, path_ + "/from-one");
-  export_safetensors(three, path_ + "/from-three");
-  EXPECT_EQ(bytes_of(path_ + "/from-one/model.safetensors"), bytes_of(path_ + "/from-three/model.safetensors"));
-  SafetensorsReader source(path_ + "/from-three");
+  export_safetensors(eleven, path_ + "/from-eleven");
+  EXPECT_EQ(bytes_of(path_ + "/from-one/model.safetensors"), bytes_of(path_ + "/from-eleven/model.safetensors"));
+  SafetensorsReader source(path_ + "/from-eleven");
   import_safetensors(source, units_of(model_), path_ + "/imported/step-0");
-  on_ranks(3, [&](int, const std::shared_ptr<Communicator>& communicator) {
+  on_ranks(11, [&](int, const std::shared_ptr<Communicator>& communicator) {
     Engine engine(config_, {.communicator = communicator});
     SyntheticTrainer trainer(engine, model_);
     engine.commit({ExistingRun::resume, path_ + "/imported"});

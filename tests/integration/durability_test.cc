@@ -49,6 +49,7 @@ TEST_F(Durability, ARunGoesOnWhereItWasCommittedAtEveryTimingAndPlacement) {
       const Outcome second = run(config, model_, {.steps = 6, .options = kResume});
       EXPECT_EQ(second.resumed_at, 4U);
       EXPECT_EQ(second.values, whole.values);
+      EXPECT_EQ(second.moments, whole.moments);
       EXPECT_EQ(second.counts, whole.counts);
       EXPECT_EQ(second.losses, std::vector<double>(whole.losses.begin() + 4, whole.losses.end()));
     }
@@ -295,14 +296,15 @@ TEST_F(Durability, RanksMayBeMoreOrFewer) {
     return runs.front();
   };
   Config config = plain_config(path_ + "/a", Tier::nvme, Timing::just_in_time);
-  const Outcome saved = on(3, config, {.steps = 3, .save_to = folder + "/step-3"});
-  for (const int world_size : {1, 2, 5}) {
+  const Outcome saved = on(11, config, {.steps = 3, .save_to = folder + "/step-3"});
+  for (const int world_size : {1, 4, 5}) {
     for (const int stage : {0, 3}) {
       Config other = plain_config(path_ + "/b", stage == 0 ? Tier::device : Tier::nvme, Timing::just_in_time);
       other.zero_stage = stage;
       const Outcome loaded = on(world_size, other, {.steps = 3, .options = {ExistingRun::resume, folder}});
       EXPECT_EQ(loaded.resumed_at, 3U);
       EXPECT_EQ(loaded.values, saved.values);
+      EXPECT_EQ(loaded.moments, saved.moments);
       EXPECT_EQ(loaded.counts, saved.counts);
     }
   }

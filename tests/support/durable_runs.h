@@ -17,7 +17,7 @@ inline Config durable_config(const std::string& directory, Tier tier, Timing tim
 
 struct Outcome {
   std::vector<double> losses;
-  std::vector<float> values;
+  std::vector<float> values, moments;
   std::vector<std::uint64_t> counts;
   std::uint64_t resumed_at = UINT64_MAX;
   std::string resumed_from;
@@ -48,7 +48,17 @@ inline Outcome run(const Config& config, const std::vector<SyntheticUnit>& model
   result.values = trainer.values();
   for (std::uint32_t u = 0; u < model.size(); ++u) {
     for (std::uint32_t p = 0; p < model[u].parameters.size(); ++p) {
-      result.counts.push_back(engine.step_count({trainer.ids()[u].index, p}));
+      const ParameterId id{trainer.ids()[u].index, p};
+      result.counts.push_back(engine.step_count(id));
+      const ParameterSpec& parameter = model[u].parameters[p];
+      if (!model[u].trainable) continue;
+      std::size_t elements = 1;
+      for (const std::int64_t d : parameter.shape) elements *= static_cast<std::size_t>(d);
+      std::vector<float> exp_avg(elements), exp_avg_sq(elements);
+      engine.read_moments(id, 0, exp_avg, exp_avg_sq);
+      for (const std::vector<float>* each : {&exp_avg, &exp_avg_sq}) {
+        result.moments.insert(result.moments.end(), each->begin(), each->end());
+      }
     }
   }
   return result;
