@@ -189,6 +189,19 @@ TEST(PlanTest, ThreeThousandMillionElementsAreCountedInFull) {
   EXPECT_EQ(plan.host_gradient_bytes, plan.layout.units[0].gradient_elements * 4);
 }
 
+// 12 bytes of states for each parameter, 2 of them what the device computes with, and 2 more for a bf16 gradient.
+TEST(PlanTest, AThousandMillionParametersTakeTwelveBytesEachAndTheirGradients) {
+  const Model model = make_model({{"u", {{"p", {1'000'000'000}}}}});
+  Config config = config_with(kMiB << 15, kMiB << 15, false);
+  config.placement.parameters = config.placement.optimizer = Tier::host;
+  config.precision.gradients = DataType::bf16;
+  const Plan plan = make_plan(model.units, config, model.inputs);
+  const double padding = 2.0 * 4096;
+  EXPECT_NEAR(static_cast<double>(plan.host_parameter_bytes + plan.host_optimizer_bytes), 12e9, 6 * padding);
+  EXPECT_NEAR(static_cast<double>(plan.host_parameter_bytes), 2e9, padding);
+  EXPECT_NEAR(static_cast<double>(plan.host_gradient_bytes), 2e9, padding);
+}
+
 TEST(PlanTest, TimingFollowsWhatTheStepNeedsToKnow) {
   const Model model = uniform(2, 5000);
   Config config = config_with(64 * kMiB, 64 * kMiB, false, Timing::automatic);
