@@ -7,6 +7,8 @@ target_include_directories(engine_failure_test PRIVATE ${PROJECT_SOURCE_DIR}/eng
 ballast_add_test(engine_misuse_test LABEL integration TIMEOUT 300 SOURCES integration/engine_misuse_test.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(engine_misuse_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
+ballast_add_test(nvme_states_test LABEL integration TIMEOUT 300 SOURCES integration/nvme_states_test.cc
+  LIBRARIES ballast::engine)
 ballast_add_test(engine_values_test LABEL integration TIMEOUT 300 SOURCES integration/engine_values_test.cc
   LIBRARIES ballast::engine)
 ballast_add_test(engine_deviation_test LABEL integration TIMEOUT 300 SOURCES integration/engine_deviation_test.cc
@@ -45,6 +47,13 @@ target_include_directories(crash_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
 ballast_add_test(durability_test LABEL integration TIMEOUT 600 SOURCES integration/durability_test.cc
   LIBRARIES ballast::engine ballast_io)
 target_include_directories(durability_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
+ballast_add_test(resume_test LABEL integration TIMEOUT 600
+  SOURCES integration/resume_test.cc integration/resume_matrix_test.cc LIBRARIES ballast::engine)
+ballast_add_test(checkpoint_writers_test LABEL integration TIMEOUT 300 SOURCES integration/checkpoint_writers_test.cc
+  LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
+target_include_directories(checkpoint_writers_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)
+ballast_add_test(safetensors_files_test LABEL integration TIMEOUT 300 SOURCES integration/safetensors_files_test.cc
+  LIBRARIES ballast::engine)
 ballast_add_test(checkpoint_save_test LABEL integration TIMEOUT 600 SOURCES integration/checkpoint_save_test.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(checkpoint_save_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)

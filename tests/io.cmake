@@ -3,7 +3,8 @@
 ballast_add_test(base_test LABEL unit SOURCES unit/size_test.cc unit/wake_event_test.cc LIBRARIES ballast::base)
 ballast_add_test(storage_contract_test LABEL contract SOURCES contract/storage_contract_test.cc
                  LIBRARIES ballast::io ballast::io_testing)
-ballast_add_test(chunk_store_test LABEL contract SOURCES contract/chunk_store_test.cc
+ballast_add_test(chunk_store_test LABEL contract
+                 SOURCES contract/chunk_store_test.cc contract/chunk_store_places_test.cc
                  LIBRARIES ballast::io ballast::io_testing)
 ballast_add_test(storage_environment_test LABEL contract SOURCES contract/storage_environment_test.cc
                  LIBRARIES ballast::io)

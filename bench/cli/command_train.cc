@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -15,6 +16,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string_view>
 
 #include "command.h"
 #include "display.h"
@@ -262,11 +264,47 @@ void require_folder(const std::string& folder, bool writable) {
                     "; name another folder");
 }
 
-// A single checkpoint that was gone on from: later ones are put beside it, not into it.
-std::string folder_of_saves(const std::string& given, const std::optional<ResumedStep>& resumed) {
-  if (!resumed || given.empty() || resumed->path != given) return given;
+// The step of a folder that is a checkpoint itself, by its manifests' names; nothing of any other folder.
+std::optional<std::uint64_t> step_of_checkpoint(const std::string& folder) {
+  std::optional<std::uint64_t> step;
+  std::error_code error;
+  for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
+    const std::string name = at->path().filename().string();
+    const std::size_t digits = name.find(".step-") + 6;
+    if (!name.starts_with("ballast-rank") || !name.ends_with(".manifest") || digits == std::string::npos + 6) continue;
+    std::uint64_t number = 0;
+    const auto [stop, wrong] = std::from_chars(name.data() + digits, name.data() + name.size(), number);
+    if (wrong == std::errc{} && std::string_view(stop) == ".manifest") step = std::max(step.value_or(0), number);
+  }
+  return step;
+}
+
+// Where --checkpoint names a single checkpoint, later ones are put beside it, not into it.
+std::string folder_of_saves(const std::string& given) {
+  if (given.empty() || !step_of_checkpoint(given)) return given;
   const std::filesystem::path path = std::filesystem::path(given + "/").lexically_normal().parent_path();
   return path.has_parent_path() ? path.parent_path().string() : ".";
+}
+
+// Those of later steps beside a single checkpoint are of another course than the one that begins there: what is saved
+// from here on would mix with them, and the next --resume take theirs for this one's.
+void require_none_later(const std::string& given) {
+  const std::optional<std::uint64_t> step = step_of_checkpoint(given);
+  if (!step) return;
+  const std::string folder = folder_of_saves(given);
+  std::vector<std::string> later;
+  std::error_code error;
+  for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
+    const std::string name = at->path().filename().string();
+    const bool named = name.starts_with("step-") && name.find_first_not_of("0123456789", 5) == std::string::npos;
+    if (named && step_of_checkpoint(at->path().string()).value_or(0) > *step) later.push_back(name);
+  }
+  if (later.empty()) return;
+  std::sort(later.begin(), later.end());
+  throw ConfigError("--checkpoint " + given + ": beside it lies " + later.front() +
+                    (later.size() > 1 ? " and " + std::to_string(later.size() - 1) + " more" : "") +
+                    ", of a later step, which the next --resume would take for this run's; move what is later away, or "
+                    "copy this one into a folder of its own");
 }
 
 int train(Options options, const Config& config, const std::shared_ptr<Communicator>& ranks) {
@@ -280,6 +318,7 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
   require_distinct({{"--json", options.json}, {"--trace", options.trace}, {"--log", options.log}}, others);
   for (std::string* file : {&options.json, &options.log, &options.trace}) *file = on_first_rank(*ranks, *file);
   require_folder(options.checkpoint, !options.resume);
+  if (options.resume && ranks->rank() == 0) require_none_later(options.checkpoint);
   OutputFile json_file(options.json);
   OutputFile trace_file(options.trace);
   LineLog log(options.log);
@@ -315,7 +354,7 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
       fill(parameter, first, values);
     });
   }
-  options.checkpoint = folder_of_saves(options.checkpoint, record.resumed_from);
+  options.checkpoint = folder_of_saves(options.checkpoint);
   require_folder(options.checkpoint, true);  // one that is gone on from may be protected
   record.tokens_per_step = trainer.tokens_per_step();
   const Report plan = engine.report();

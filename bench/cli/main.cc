@@ -2,6 +2,7 @@
 // 1 anything else; an error is one line on standard error.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/error.h>
+#include <ballast/io/directories.h>
 #include <malloc.h>
 
 #include <climits>
@@ -69,6 +70,8 @@ int run_and_report(int argc, char** argv) {
   } catch (const ConfigError& error) {
     return fail(2, error.what());
   } catch (const PlanError& error) {
+    return fail(2, error.what());
+  } catch (const io::UnusablePath& error) {
     return fail(2, error.what());
   } catch (const std::bad_alloc&) {
     return fail(1, "out of memory");

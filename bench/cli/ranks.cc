@@ -5,6 +5,7 @@
 #include <ballast/base/error.h>
 #include <ballast/communicators/agreement.h>
 #include <ballast/communicators/bootstrap.h>
+#include <ballast/io/directories.h>
 #include <ballast/offload/device_registry.h>
 #include <ballast/offload/machine_share.h>
 
@@ -45,8 +46,9 @@ int run_on_ranks(const Config& config, const std::function<int(const std::shared
       throw ConfigError(error.what());
     throw;
   } catch (const std::exception& error) {
-    const bool refused =
-        dynamic_cast<const ConfigError*>(&error) != nullptr || dynamic_cast<const PlanError*>(&error) != nullptr;
+    const bool refused = dynamic_cast<const ConfigError*>(&error) != nullptr ||
+                         dynamic_cast<const PlanError*>(&error) != nullptr ||
+                         dynamic_cast<const io::UnusablePath*>(&error) != nullptr;
     ranks->abort((refused ? kRefused : "") + error.what());
     throw;
   }

@@ -75,8 +75,9 @@ class RawFile {
       if (how != 0) ::unlink(path.c_str());
       descriptor_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | how, 0600);
     }
-    if (descriptor_ < 0)
-      throw IoError((how != 0 ? "cannot make a file in " : "cannot open ") + place + ": " + std::strerror(errno));
+    if (const int error = errno; descriptor_ < 0)
+      io::throw_path_error(
+          error, (how != 0 ? "cannot make a file in " : "cannot open ") + place + ": " + std::strerror(error));
     struct statfs system {};
     // Memory takes "direct" requests too; it is no drive for that.
     if (::fstatfs(descriptor_, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC))

@@ -154,7 +154,8 @@ class ShapeReader : public nlohmann::json_sax<nlohmann::json> {
   }
   bool start_array(std::size_t) override { return wrong("an array"); }
   bool end_array() override { return true; }
-  bool parse_error(std::size_t, const std::string& token, const nlohmann::json::exception&) override {
+  bool parse_error(std::size_t, const std::string& token, const nlohmann::json::exception& error) override {
+    if (error.id == 406) return wrong(token.substr(0, 40));  // JSON, but larger than any number here
     fail(name_, "not valid JSON at " + position_.text() + ", near " + in_quotes(token));
   }
 

@@ -110,6 +110,7 @@ class Section {
   }
   double real(std::string_view name, const Value& value) const {
     const auto number = value.kind == Kind::number ? json::to_double(value.text) : std::nullopt;
+    if (!number && value.kind == Kind::number) fail(name, value, "0 or further from 0 than 1e-307");
     if (!number) fail(name, value, "a number");
     return *number;
   }
@@ -298,6 +299,12 @@ void apply(Value* root, const std::string& key, const std::string& text) {
   bool plain = false;  // not JSON
   try {
     value = json::parse(text, where);
+  } catch (const json::NumberTooLarge& error) {
+    // It may name a directory all the same.
+    if (key != "nvme.paths") throw json::NumberTooLarge(where + ": " + key + " cannot be that: ", error.digits);
+    plain = true;
+    value.kind = Kind::string;
+    value.text = text;
   } catch (const ConfigError&) {
     plain = true;
     value.kind = Kind::string;

@@ -86,7 +86,9 @@ class Builder : public nlohmann::json::json_sax_t {
     return true;
   }
 
-  bool parse_error(std::size_t position, const std::string&, const nlohmann::detail::exception& error) override {
+  bool parse_error(std::size_t position, const std::string& token, const nlohmann::detail::exception& error) override {
+    if (error.id == kNumberTooLarge)
+      throw NumberTooLarge(where() + ": " + (key_.empty() ? "" : printable(key_) + " cannot be that: "), token);
     // nlohmann's text repeats its own name and the place, and may quote megabytes of the input.
     std::string_view what = error.what();
     if (const auto cut = what.find(": "); cut != what.npos && what.starts_with("[json.exception.parse_error"))
@@ -140,6 +142,10 @@ class Builder : public nlohmann::json::json_sax_t {
 };
 
 }  // namespace
+
+NumberTooLarge::NumberTooLarge(const std::string& where, std::string_view number)
+    : ConfigError(where + "the number " + std::string(number.substr(0, 40)) + " is too large, above 1.8e308"),
+      digits(number.substr(0, 40)) {}
 
 const Value* Value::find(std::string_view key) const {
   for (std::size_t i = 0; i < keys.size(); ++i)

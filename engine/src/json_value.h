@@ -3,6 +3,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ballast/base/error.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -29,12 +31,20 @@ struct Value {
   Value& add(std::string key, Value value);  // to an object without that key
 };
 
+// A number that is JSON and beyond what any number here can be, such as 1e400.
+class NumberTooLarge : public ConfigError {
+ public:
+  NumberTooLarge(const std::string& where, std::string_view number);
+  const std::string digits;  // cut at 40
+};
+constexpr int kNumberTooLarge = 406;  // the parser's number for it
+
 // Throws ConfigError with one line: `name`, line and column, and what is wrong.
 Value parse(std::string_view text, const std::string& name);
 
 // The integer that a number's digits stand for ("5e8" is one), exactly; nothing for a fraction or beyond 64 bits.
 std::optional<std::int64_t> exact_integer(std::string_view digits);
-// Nothing where it overflows.
+// Nothing where a double does not hold it: too large, or too close to 0.
 std::optional<double> to_double(std::string_view digits);
 
 // `text` in quotes for an error line: control and non-ASCII bytes replaced, cut at 60 characters.

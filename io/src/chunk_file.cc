@@ -105,7 +105,7 @@ ChunkFile::~ChunkFile() {
 
 void ChunkFile::open_and_lock(int lock_wait_ms) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(std::max(lock_wait_ms, 0));
-  for (;;) {
+  for (int vanished = 0;;) {
     int error_number = 0;
     guard_.open([&] {
       made_ = true;
@@ -118,17 +118,14 @@ void ChunkFile::open_and_lock(int lock_wait_ms) {
       return descriptor_;
     });
     if (descriptor_ < 0) {
-      if (error_number == ENOENT && ::access(directory_of(path_).c_str(), F_OK) == 0)
-        continue;  // removed between the two opens
-      throw IoError("chunk file " + path_ + " cannot be opened: " + errno_text(error_number) +
-                    (error_number == EACCES || error_number == EPERM || error_number == EROFS || error_number == ENOENT
-                         ? "; name a directory where you may write"
-                     : error_number == EMFILE ? "; raise the limit on open files (ulimit -n)"
-                                              : ""));
+      // Removed between the two opens; but some directories (/proc) take no file and say the same for ever.
+      if (error_number == ENOENT && ++vanished < 100 && ::access(directory_of(path_).c_str(), F_OK) == 0) continue;
+      throw_path_error(error_number, "chunk file " + path_ + " cannot be opened: " + errno_text(error_number) +
+                                         (error_number == EMFILE ? "; raise the limit on open files (ulimit -n)" : ""));
     }
     struct stat status;
     if (::fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) {
-      throw IoError("chunk file " + path_ + " is not a regular file; remove it or name another directory");
+      throw UnusablePath("chunk file " + path_ + " is not a regular file; remove it or name another directory");
     }
     while (!try_lock()) {
       if (std::chrono::steady_clock::now() >= deadline) {
@@ -159,8 +156,8 @@ bool ChunkFile::try_lock() {
     if (errno == EINTR) continue;
     const int error = errno;
     if (made_) ::unlink(path_.c_str());
-    throw IoError("chunk file " + path_ + " cannot be locked: " + errno_text(error) +
-                  "; name a directory on a file system with locks (flock)");
+    throw UnusablePath("chunk file " + path_ + " cannot be locked: " + errno_text(error) +
+                       "; name a directory on a file system with locks (flock)");
   }
   return true;
 }

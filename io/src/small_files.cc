@@ -1,6 +1,7 @@
 // Small files in a directory of the file system.
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/error.h>
+#include <ballast/io/directories.h>
 #include <ballast/io/small_files.h>
 #include <dirent.h>
 #include <fcntl.h>
@@ -91,7 +92,7 @@ class DirectoryFiles final : public SmallFiles {
     while (!bytes.empty()) {
       const ssize_t count = ::write(file.get(), bytes.data(), bytes.size());
       if (count < 0 && errno == EINTR) continue;
-      if (count < 0) fail(path(name), "cannot be written", errno);
+      if (count < 0) fail(path(name), "cannot be written", errno, bytes.size());
       bytes = bytes.subspan(static_cast<std::size_t>(count));
     }
     if (const int error = file.close(); error != 0) fail(path(name), "cannot be written", error);
@@ -118,10 +119,12 @@ class DirectoryFiles final : public SmallFiles {
  private:
   static constexpr off_t kMostBytes = off_t{1} << 32;
 
-  [[noreturn]] static void fail(const std::string& path, const std::string& what, int error) {
+  // wanted_bytes: that had still to be written.
+  [[noreturn]] static void fail(const std::string& path, const std::string& what, int error,
+                                std::size_t wanted_bytes = 0) {
     std::string text = path + " " + what;
     if (error != 0) text += ": " + errno_text(error);
-    if (error == ENOSPC || error == EDQUOT) text += "; free some space there";
+    if (error == ENOSPC || error == EDQUOT) text += "; " + space_text(path, wanted_bytes);
     throw IoError(text);
   }
   Descriptor open(const std::string& name, int flags, const std::string& purpose) const {

@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/error.h>
 #include <ballast/io/chunk_store.h>
+#include <ballast/io/directories.h>
 #include <ballast/io/open_storage.h>
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -189,6 +190,48 @@ TEST(StorageEnvironment, AProcessLimitLeavesFewerThreadsOrAClearRefusal) {
       "not root, so this user's other processes count too");
 }
 
+TEST(StorageEnvironment, BufferedTransfersAtDepth256WorkUnderAProcessLimitOf64) {
+  for (const Backend backend : {Backend::threads, Backend::automatic}) {
+    test::ScratchDirectory directory;
+    ::chmod(directory.path().c_str(), 0777);
+    expect_child(
+        [&] {
+          if (::geteuid() != 0) return kMissing;
+          limit(RLIMIT_NPROC, 64);
+          become_ordinary();
+          const test::Descriptor file(::open((directory / "data").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+          const OpenedStorage opened = open_storage(backend, {.block_bytes = 4096, .queue_depth = 256});
+          const std::uint32_t index = opened.storage->add_file(file.get());
+          test::AlignedMemory memory(40 << 20);  // 10,240 requests each way
+          test::fill_pattern(memory.span(), 4);
+          std::size_t most = 0;
+          for (const Direction direction : {Direction::write, Direction::read}) {
+            std::vector<Operation> operations(640);
+            std::vector<Operation*> pointers;
+            for (std::size_t i = 0; i < operations.size(); ++i) {
+              operations[i].direction = direction;
+              operations[i].file = index;
+              operations[i].bytes = 65536;
+              operations[i].offset_bytes = i * 65536;
+              operations[i].data = memory.data() + i * 65536;
+              pointers.push_back(&operations[i]);
+            }
+            opened.storage->submit(pointers);
+            std::array<Operation*, 64> finished;
+            while (const std::size_t count = opened.storage->poll(finished, true)) {
+              most = std::max(most, test::threads_now());
+              for (std::size_t i = 0; i < count; ++i) expect(finished[i]->error_number == 0, "a transfer failed");
+            }
+            if (direction == Direction::write) std::memset(memory.data(), 0, memory.size());
+          }
+          expect(test::holds_pattern(memory.span(), 4), "other bytes came back");
+          expect(most <= 64, std::to_string(most) + " threads");
+          return 0;
+        },
+        "not root, so this user's other processes count too");
+  }
+}
+
 TEST(StorageEnvironment, ADeviceOf4096ByteSectorsIsAskedForItsAlignment) {
   test::ScratchDirectory directory;
   expect_child(
@@ -306,7 +349,7 @@ TEST(StorageEnvironment, ADirectoryWithoutTheRightToWriteIsRefusedByNameInTheCal
         try {
           expect_store_works({path}, backend);
           throw Wrong("accepted");
-        } catch (const IoError& error) {
+        } catch (const UnusablePath& error) {
           expect(contains(error.what(), path) && contains(error.what(), "EACCES"), error.what());
         }
       }

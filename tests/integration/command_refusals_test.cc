@@ -197,11 +197,17 @@ TEST_F(Refusals, OutputsThatWouldOverwriteOneAnotherOrWhatIsRead) {
 }
 
 TEST_F(Refusals, PathsThatHoldNoStates) {
-  const CommandResult result = run_command(train({"--set", "nvme.paths=/proc/nope"}));
-  EXPECT_THAT(result.status, ::testing::AnyOf(1, 2)) << result.error;
-  EXPECT_EQ(result.error_lines().size(), 1u) << result.error;
-  EXPECT_THAT(result.error, HasSubstr("/proc/nope"));
-  refused(train({"--set", "nvme.paths=" + data_}), 1, {data_});
+  const std::string deep = "/" + std::string(300, 'x');
+  std::filesystem::create_directories(scratch_.path() + "/taken/ballast-rank0.chunks");
+  for (const std::string& path : {std::string("/proc"), std::string("/proc/nope"), data_, data_ + "/below",
+                                  scratch_.path() + deep, scratch_.path() + "/taken"}) {
+    refused(train({"--set", "nvme.paths=" + path}), 2, {path});
+    refused(train({"--set", "nvme.paths=" + scratch_.path() + "/new/a," + path}), 2, {path});
+  }
+  for (const std::string& path : {std::string("/proc/nope"), data_, data_ + "/below"})
+    refused({"bench", "io", "--path", path, "--size", "1MiB"}, 2, {path});
+  // Where no state goes to NVMe the path does not matter.
+  EXPECT_EQ(run_command(train({"--set", "placement=auto", "--set", "nvme.paths=/proc/nope"})).status, 0);
 }
 
 TEST_F(Refusals, BudgetsThatCannotWorkNameTheSmallestThatDoes) {

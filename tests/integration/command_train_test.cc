@@ -175,10 +175,25 @@ TEST_F(Training, GoesOnFromTheCommittedStepAndFromACheckpoint) {
   const auto over = out({"--steps", "1", "--overwrite"});
   EXPECT_EQ(over["losses"].get<std::vector<double>>(), std::vector<double>(all.begin(), all.begin() + 1));
   for (const char* folder : {"/step-3", "/step-4"}) EXPECT_TRUE(std::filesystem::exists(saves + folder)) << folder;
+  // What lies beside it is of another course of the run.
+  for (const char* end : {"/step-3", "/step-3/"}) {
+    const CommandResult mixed = run_command(train("nvme", {"--steps", "6", "--resume", "--checkpoint", saves + end}));
+    EXPECT_EQ(mixed.status, 2);
+    EXPECT_THAT(mixed.error, AllOf(HasSubstr(saves + end), HasSubstr("step-4"), HasSubstr("a folder of its own")));
+  }
+  std::filesystem::remove_all(saves + "/step-4");
   const auto from_save = out({"--steps", "6", "--resume", "--checkpoint", saves + "/step-3"});
   EXPECT_EQ(from_save["first_step"], 3);
   EXPECT_EQ(from_save["losses"].get<std::vector<double>>(), std::vector<double>(all.begin() + 3, all.end()));
   EXPECT_TRUE(std::filesystem::exists(saves + "/step-6"));  // beside the one it went on from
+  // Also where the committed step is later than that one.
+  const Arguments durable = {"--steps", "7", "--set", "durability=step", "--overwrite"};
+  ASSERT_EQ(run_command(train("nvme", durable)).status, 0);
+  const auto committed =
+      out({"--steps", "8", "--set", "durability=step", "--resume", "--checkpoint", saves + "/step-6"});
+  EXPECT_EQ(committed["first_step"], 7);
+  EXPECT_FALSE(std::filesystem::exists(saves + "/step-6/step-8"));
+  EXPECT_TRUE(std::filesystem::exists(saves + "/step-8"));
 }
 
 TEST_F(Training, AResumeMakesUpForTheCheckpointThatAnInterruptionTook) {

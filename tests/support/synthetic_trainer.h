@@ -57,6 +57,7 @@ struct SyntheticOptions {
   double gradient_size = 0.01;
   int micro_stride = 1, micro_offset = 0;  // micro-batch m is number m * stride + offset of all ranks'
   std::function<bool(int step)> poison;    // puts a NaN into the first gradient
+  std::function<double(int step)> rate;    // the step's learning rate
   std::function<bool(int step, int micro_batch, ParameterId)> absent;  // no gradient for this parameter
   std::function<bool(int step)> evaluate_before;                       // an evaluation pass before the step
   AddOthers add_others;                                                // for finish_backward
@@ -111,7 +112,9 @@ class SyntheticTrainer {
       }
     }
     loss_ = 0;
-    auto step = engine_.begin_step({.micro_batches = options_.micro_batches});
+    StepOptions declared{.micro_batches = options_.micro_batches};
+    if (options_.rate) declared.learning_rate = options_.rate(number);
+    auto step = engine_.begin_step(declared);
     for (int micro = 0; micro < options_.micro_batches; ++micro) {
       auto pass = step.begin_pass({.kind = Pass::train});
       const int all = micro * options_.micro_stride + options_.micro_offset;

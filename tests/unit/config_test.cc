@@ -161,7 +161,12 @@ TEST(Config, SenselessHyperParametersAreRefusedWithKeyAndRange) {
   for (const char* value : {"-1", "-1e-300", "1e39", "\"0.1\"", "true", "null"})
     EXPECT_THAT(optimizer(std::string("\"learning_rate\": ") + value), HasSubstr("optimizer.learning_rate must be"))
         << value;
-  EXPECT_THAT(optimizer("\"learning_rate\": 1e400"), AllOf(HasSubstr("learning_rate"), HasSubstr("1e400")));
+  EXPECT_EQ(optimizer("\"learning_rate\": 1e400"),
+            "e.json:1: \"learning_rate\" cannot be that: the number 1e400 is too large, above 1.8e308");
+  EXPECT_THAT(optimizer("\"epsilon\": 1e-400"),
+              HasSubstr("must be 0 or further from 0 than 1e-307, not the number 1e-400"));
+  EXPECT_THAT(optimizer("\"betas\": [0.9, -1e999]"), HasSubstr("the number -1e999 is too large"));
+  EXPECT_THAT(refusal("1e400"), HasSubstr("e.json:1: the number 1e400 is too large"));
   EXPECT_EQ(optimizer("\"learning_rate\": 0"), "accepted");
   for (const char* value : {"[0.9, 1.0]", "[-0.1, 0.9]", "[2, 0.9]", "[0.9, 1.5]"})
     EXPECT_THAT(optimizer(std::string("\"betas\": ") + value), HasSubstr("optimizer.betas must be two numbers from 0"))
@@ -314,6 +319,7 @@ TEST_F(ConfigFile, OverridesTakeDottedKeysAndJsonOrText) {
   EXPECT_THAT(load("{}", {{"nvme.paths", "/x"}}).nvme.paths, testing::ElementsAre("/x"));
   EXPECT_THAT(load("{}", {{"nvme.paths", "\"/x,y\""}}).nvme.paths, testing::ElementsAre("/x,y"));
   EXPECT_THAT(load("{}", {{"nvme.paths", "7"}}).nvme.paths, testing::ElementsAre("7"));
+  EXPECT_THAT(load("{}", {{"nvme.paths", "1e400"}}).nvme.paths, testing::ElementsAre("1e400"));
   EXPECT_EQ(load("{}", {{"threads", "1"}, {"threads", "5"}}).threads, 5);
   EXPECT_FALSE(load("{\"threads\": 3}", {{"threads", "auto"}}).threads.has_value());
 }
@@ -325,7 +331,10 @@ TEST_F(ConfigFile, WrongOverridesNameTheOption) {
   EXPECT_THAT(set_refusal("host", "1GiB"), HasSubstr("\"budget.host\""));
   EXPECT_THAT(set_refusal("optimizer.betas", "[0.9,1.5]"), HasSubstr("optimizer.betas"));
   EXPECT_THAT(set_refusal("optimizer.learning_rate", "NaN"), HasSubstr("optimizer.learning_rate must be a number"));
-  EXPECT_THAT(set_refusal("optimizer.learning_rate", "1e400"), HasSubstr("optimizer.learning_rate must be a number"));
+  EXPECT_THAT(set_refusal("optimizer.learning_rate", "1e400"),
+              AllOf(HasSubstr("--set optimizer.learning_rate=1e400: optimizer.learning_rate cannot be that"),
+                    HasSubstr("the number 1e400 is too large")));
+  EXPECT_THAT(set_refusal("optimizer.betas", "[0.9,1e400]"), HasSubstr("the number 1e400 is too large"));
   EXPECT_THAT(set_refusal("nvme.paths", ""), HasSubstr("nvme.paths"));
   EXPECT_THAT(set_refusal("nvme.paths", "{\"a\": 1}"), HasSubstr("list of directories"));
   EXPECT_THAT(set_refusal("nvme.paths", "/a,,/b"), HasSubstr("empty path"));

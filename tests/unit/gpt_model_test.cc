@@ -88,7 +88,7 @@ TEST(GptShape, RefusesUnknownRepeatedAndMissingKeys) {
 }
 
 TEST(GptShape, RefusesValuesOfTheWrongTypeOrRange) {
-  for (const char* value : {"1.5", "\"2\"", "true", "null", "[2]", "1e30", "99999999999999999999"}) {
+  for (const char* value : {"1.5", "\"2\"", "true", "null", "[2]", "1e30", "1e400", "99999999999999999999"}) {
     EXPECT_THAT(error_of(with("\"layers\": 2", std::string("\"layers\": ") + value)),
                 HasSubstr("\"layers\" must be a whole number"))
         << value;

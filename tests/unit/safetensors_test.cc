@@ -68,6 +68,7 @@ TEST(Safetensors, RangesMustFitShapeTypeAndFile) {
   EXPECT_THAT(one("[-1,16]", 16), HasSubstr("the number -1"));
   EXPECT_THAT(one("[0,16.5]", 16), HasSubstr("the number 16.5"));
   EXPECT_THAT(one("[0,1.6e1]", 16), HasSubstr("the number 1.6e1"));
+  EXPECT_THAT(one("[0,1e400]", 16), HasSubstr("tensor \"a\": the number 1e400"));
   EXPECT_THAT(one("[0,\"16\"]", 16), HasSubstr("the text \"16\""));
   EXPECT_THAT(one("[0,null]", 16), HasSubstr("null"));
   EXPECT_THAT(one("[0,[16]]", 16), HasSubstr("a list"));
@@ -120,6 +121,10 @@ TEST(Safetensors, TypesAreKnownOrRefusedByName) {
     EXPECT_EQ(refusal(entry("a", dtype, "[3]", "[0,24]"), 24), "read") << dtype;
     EXPECT_THAT(refusal(entry("a", dtype, "[3]", "[0,3]"), 3), HasSubstr("24 bytes")) << dtype;
   }
+  for (const char* dtype : {"I16", "U16", "BF16", "F16"}) {
+    EXPECT_EQ(refusal(entry("a", dtype, "[3]", "[0,6]"), 6), "read") << dtype;
+    EXPECT_THAT(refusal(entry("a", dtype, "[3]", "[0,3]"), 3), HasSubstr("6 bytes")) << dtype;
+  }
   EXPECT_EQ(refusal(entry("a", "F4", "[6]", "[0,3]"), 3), "read");
   EXPECT_THAT(refusal(entry("a", "F4", "[5]", "[0,3]"), 3), HasSubstr("whole byte"));
   EXPECT_THAT(refusal(entry("a", "f32", "[3]", "[0,12]"), 12), HasSubstr("unknown dtype \"f32\""));
@@ -165,6 +170,24 @@ TEST(Safetensors, LengthsAreCheckedAndTold) {
   EXPECT_THROW(SafetensorsReader(directory.path() + "/none"), IoError);
   EXPECT_THROW(SafetensorsReader("/dev/null"), IoError);
   EXPECT_THROW(SafetensorsReader{directory.path()}, IoError);  // an empty folder
+}
+
+// Sparse files: a header of the most bytes that there may be is read, one of a byte more is not.
+TEST(Safetensors, AHeaderMayHaveAHundredMillionBytesAndNotOneMore) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.path() + "/x.safetensors";
+  for (const std::uint64_t length : {std::uint64_t{100'000'000}, std::uint64_t{100'000'001}}) {
+    std::string head(8, '\0');
+    std::memcpy(head.data(), &length, 8);
+    write_bytes(path, head + "{");
+    std::filesystem::resize_file(path, 8 + length);
+    try {
+      const SafetensorsReader reader(path);
+      ADD_FAILURE() << "zeros are no JSON";
+    } catch (const CorruptionError& error) {
+      EXPECT_THAT(error.what(), HasSubstr(length > 100'000'000 ? "beyond the limit of 100000000" : "a zero byte"));
+    }
+  }
 }
 
 TEST(Safetensors, HardJsonIsRefused) {

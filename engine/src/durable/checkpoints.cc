@@ -74,17 +74,39 @@ void remove_checkpoint(const std::string& path) {
 
 FolderLock::FolderLock(const std::string& folder)
     : descriptor_(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
-  if (descriptor_ < 0) throw IoError("checkpoint folder " + folder + " cannot be opened: " + std::strerror(errno));
+  if (descriptor_ < 0) throw IoError("folder " + folder + " cannot be opened: " + std::strerror(errno));
   if (::flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return;
-  const int why = errno;
+  int why = errno;
+  if (why != EWOULDBLOCK && (why = lock_file_in(folder)) == 0) return;
+  if (file_ >= 0) ::close(file_);
   ::close(descriptor_);
-  throw IoError("checkpoint folder " + folder +
-                (why == EWOULDBLOCK ? " is being written to by another run; give each a folder of its own"
-                                    : std::string(" cannot be locked: ") + std::strerror(why)));
+  throw IoError("folder " + folder +
+                (why == EWOULDBLOCK || why == EACCES
+                     ? " is being written to by another run; give each a folder of its own"
+                     : std::string(" cannot be locked: ") + std::strerror(why)));
+}
+
+// Some file systems of the net lock only what is open for writing, which a folder cannot be. The file stays, as whoever
+// waits for it would hold one without a name. 0 or an errno.
+int FolderLock::lock_file_in(const std::string& folder) {
+  file_ = ::open((folder + "/.ballast-lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOCTTY, 0644);
+  if (file_ < 0) return errno == EACCES ? EPERM : errno;
+  struct flock whole = {};
+  whole.l_type = F_WRLCK;
+  whole.l_whence = SEEK_SET;
+  return ::fcntl(file_, F_OFD_SETLK, &whole) == 0 ? 0 : errno == EAGAIN ? EWOULDBLOCK : errno;
 }
 
 FolderLock::~FolderLock() {
-  static_cast<void>(::flock(descriptor_, LOCK_UN));  // also where a child of this process has inherited the descriptor
+  // Also where a child of this process has inherited the descriptors.
+  if (file_ >= 0) {
+    struct flock whole = {};
+    whole.l_type = F_UNLCK;
+    whole.l_whence = SEEK_SET;
+    static_cast<void>(::fcntl(file_, F_OFD_SETLK, &whole));
+    ::close(file_);
+  }
+  static_cast<void>(::flock(descriptor_, LOCK_UN));
   ::close(descriptor_);
 }
 

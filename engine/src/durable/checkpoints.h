@@ -15,7 +15,7 @@
 
 namespace ballast::engine {
 
-// Holds a folder of checkpoints against other writers. Throws IoError where one is there.
+// Holds a folder (of checkpoints, of safetensors files) against other writers. Throws IoError where one is there.
 class FolderLock {
  public:
   explicit FolderLock(const std::string& folder);
@@ -24,7 +24,9 @@ class FolderLock {
   FolderLock& operator=(const FolderLock&) = delete;
 
  private:
+  int lock_file_in(const std::string& folder);
   const int descriptor_;
+  int file_ = -1;  // locked instead, where a folder cannot be
 };
 
 // A folder that is being written, by all ranks: `path` + ".new", put in place at the end.

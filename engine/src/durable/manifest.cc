@@ -93,13 +93,6 @@ void decode_layout(ByteReader& in, StoredLayout& layout) {
         (chunk.moment_bytes > 0 && chunk.moment_bytes < chunk.elements * element_bytes(layout.moments))) {
       in.fail("impossible sizes of a chunk");
     }
-    const std::uint64_t moment_least =
-        chunk.elements * element_bytes(layout.moments == MomentType::fp32 ? DataType::fp32 : DataType::bf16);
-    if ((chunk.dtype == DataType::bf16 && chunk.master_bytes < chunk.elements * 2) ||
-        (chunk.dtype == DataType::fp16 && chunk.master_bytes > 0 && chunk.master_bytes < chunk.elements * 4) ||
-        (chunk.moment_bytes > 0 && chunk.moment_bytes < moment_least)) {
-      in.fail("a chunk whose states do not hold its elements");
-    }
     chunk.segments.resize(in.count(28));
     for (Segment& segment : chunk.segments) {
       segment.parameter = in.number<std::uint32_t>();

@@ -64,14 +64,17 @@ int export_safetensors(CheckpointReader& from, const std::string& folder, const 
   std::vector<Output> outputs;
   std::set<std::string> seen;
   std::vector<std::vector<std::size_t>> shards(1);
-  std::uint64_t shard_bytes = 0, header_bytes = 0, total = 0;
+  std::uint64_t shard_bytes = 0, header_bytes = 0, total = 0, all_header_bytes = 0;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const StoredParameter& parameter = parameters[i];
     Output output;
     output.name = options.name ? options.name(parameter) : parameter.unit + "." + parameter.name;
     output.dtype = options.exact ? DataType::fp32 : parameter.dtype;
     output.bytes = static_cast<std::uint64_t>(parameter.elements) * element_bytes(output.dtype);
-    if (output.name == engine::kSafetensorsMetadata || !seen.insert(output.name).second) {
+    if (output.name == engine::kSafetensorsMetadata) {
+      throw ConfigError("a tensor cannot be named " + json::printable(output.name) + ": the format has reserved it");
+    }
+    if (!seen.insert(output.name).second) {
       throw ConfigError("two tensors would be named " + json::printable(output.name));
     }
     std::uint64_t entry_bytes = 0;
@@ -80,6 +83,10 @@ int export_safetensors(CheckpointReader& from, const std::string& folder, const 
       entry_bytes += header_entry(parameter, output, std::uint64_t{1} << 53).dump().size();
     } catch (const nlohmann::json::type_error&) {
       throw ConfigError("a tensor's name " + json::printable(output.name) + " is no UTF-8, which safetensors want");
+    }
+    if (entry_bytes > engine::kSafetensorsHeaderBytesMax - 1024) {
+      throw ConfigError("a tensor's name of " + std::to_string(output.name.size()) + " bytes, " +
+                        json::printable(output.name) + ", does not fit into a header");
     }
     const bool full = shard_bytes + output.bytes > options.shard_bytes ||
                       header_bytes + entry_bytes > engine::kSafetensorsHeaderBytesMax - 1024;
@@ -90,10 +97,17 @@ int export_safetensors(CheckpointReader& from, const std::string& folder, const 
     shards.back().push_back(i);
     shard_bytes += output.bytes;
     header_bytes += entry_bytes;
+    all_header_bytes += entry_bytes;
     total += output.bytes;
     outputs.push_back(std::move(output));
   }
+  // An entry of the index is shorter than one of a header. What readers refuse is not written.
+  if (shards.size() > 1 && all_header_bytes > engine::kSafetensorsIndexBytesMax - 1024) {
+    throw ConfigError("the names of " + std::to_string(outputs.size()) + " tensors take more than " +
+                      std::to_string(engine::kSafetensorsIndexBytesMax) + " bytes, the most of an index; shorten them");
+  }
   engine::make_folder(folder);
+  const engine::FolderLock lock(folder);
   require_own_folder(folder, shards.size());
   std::vector<std::byte> piece;
   for (std::size_t s = 0; s < shards.size(); ++s) {
@@ -107,7 +121,7 @@ int export_safetensors(CheckpointReader& from, const std::string& folder, const 
     }
     text += "}";
     text.append((8 - text.size() % 8) % 8, ' ');  // tensors begin on eight bytes
-    engine::WholeFile file(folder, shard_name(s, shards.size()));
+    engine::WholeFile file(folder, shard_name(s, shards.size()), sizeof(std::uint64_t) + text.size() + at);
     const std::uint64_t length = text.size();
     file.write(&length, sizeof length);
     file.write(text.data(), text.size());
@@ -136,7 +150,7 @@ int export_safetensors(CheckpointReader& from, const std::string& folder, const 
       }
     }
     text += "\n  }\n}\n";
-    engine::WholeFile file(folder, kIndex);
+    engine::WholeFile file(folder, kIndex, text.size());
     file.write(text.data(), text.size());
     file.publish();
   }

@@ -3,7 +3,10 @@
 #include "safetensors/files.h"
 
 #include <ballast/base/error.h>
+#include <ballast/base/size.h>
+#include <ballast/io/directories.h>
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -56,8 +59,20 @@ void InputFile::read(std::uint64_t offset_bytes, void* data, std::uint64_t bytes
   }
 }
 
-WholeFile::WholeFile(const std::string& folder, const std::string& name)
+WholeFile::WholeFile(const std::string& folder, const std::string& name, std::uint64_t bytes)
     : path_(folder + "/" + name), temporary_(path_ + ".new") {
+  ::unlink(temporary_.c_str());  // of one that was interrupted; what it takes is free again
+  const std::uint64_t free = io::free_bytes(folder);
+  if (bytes > free) {
+    throw IoError("not enough space in " + folder + " for " + path_ + ": wanted " + base::format_size(bytes) +
+                  ", free " + base::format_size(free) + "; free some, or name another folder");
+  }
+  // A file that would grow beyond its limit ends the process with a signal.
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur) {
+    throw IoError(path_ + " of " + base::format_size(bytes) + " is larger than this process may write, " +
+                  base::format_size(limit.rlim_cur) + "; raise the limit on the size of files (ulimit -f)");
+  }
   descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0644);
   if (descriptor_ < 0) fail("cannot be made");
 }
@@ -73,7 +88,7 @@ void WholeFile::write(const void* data, std::size_t bytes) {
   while (bytes > 0) {
     const ssize_t count = ::write(descriptor_, from, std::min(bytes, std::size_t{1} << 30));
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) fail("cannot be written");
+    if (count < 0) fail("cannot be written", bytes);
     from += count;
     bytes -= static_cast<std::size_t>(count);
   }
@@ -89,6 +104,11 @@ void WholeFile::publish() {
   fail("cannot be put in place");
 }
 
-void WholeFile::fail(const char* what) const { throw IoError(path_ + " " + what + ": " + std::strerror(errno)); }
+void WholeFile::fail(const char* what, std::size_t wanted_bytes) const {
+  const int error = errno;
+  std::string text = path_ + " " + what + ": " + std::strerror(error);
+  if (error == ENOSPC || error == EDQUOT) text += "; " + io::space_text(path_, wanted_bytes);
+  throw IoError(text);
+}
 
 }  // namespace ballast::engine

@@ -25,10 +25,11 @@ class InputFile {
   std::uint64_t bytes_ = 0;
 };
 
-// Appears under its name, durable, at publish(), and not at all otherwise. Throws IoError.
+// Appears under its name, durable, at publish(), and not at all otherwise. Throws IoError, before anything is made
+// where the folder has no room for `bytes` or this process may not write as many.
 class WholeFile {
  public:
-  WholeFile(const std::string& folder, const std::string& name);
+  WholeFile(const std::string& folder, const std::string& name, std::uint64_t bytes);
   ~WholeFile();
   WholeFile(const WholeFile&) = delete;
   WholeFile& operator=(const WholeFile&) = delete;
@@ -36,7 +37,7 @@ class WholeFile {
   void publish();
 
  private:
-  [[noreturn]] void fail(const char* what) const;
+  [[noreturn]] void fail(const char* what, std::size_t wanted_bytes = 0) const;
   const std::string path_, temporary_;
   int descriptor_ = -1;
 };

@@ -30,7 +30,12 @@ class Events : public nlohmann::json_sax<nlohmann::json> {
     return value("the number " + digits.substr(0, 60));
   }
   bool binary(binary_t&) override { return value("bytes"); }
-  bool parse_error(std::size_t position, const std::string&, const nlohmann::detail::exception&) override {
+  bool parse_error(std::size_t position, const std::string& token, const nlohmann::detail::exception& error) override {
+    if (error.id == json::kNumberTooLarge) {
+      const std::string number = "the number " + token.substr(0, 60);
+      value(number);  // where none is expected it says more
+      fail("it holds " + number + ", which is too large");
+    }
     fail("its JSON is wrong at byte " + std::to_string(position));
   }
 

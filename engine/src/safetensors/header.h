@@ -13,7 +13,8 @@ namespace ballast::engine {
 
 // Other readers have the same limit.
 constexpr std::uint64_t kSafetensorsHeaderBytesMax = 100'000'000;
-constexpr const char* kSafetensorsMetadata = "__metadata__";  // reserved among the names
+constexpr std::uint64_t kSafetensorsIndexBytesMax = 1'000'000'000;  // it names the tensors of all files
+constexpr const char* kSafetensorsMetadata = "__metadata__";        // reserved among the names
 
 struct SafetensorsEntry {
   std::string name, dtype;

@@ -84,9 +84,9 @@ struct SafetensorsReader::Implementation {
   }
   void open_index(const std::string& folder, const std::string& name) {
     const InputFile index(folder + "/" + name);
-    if (index.bytes() > engine::kSafetensorsHeaderBytesMax) {
+    if (index.bytes() > engine::kSafetensorsIndexBytesMax) {
       throw CorruptionError(index.path() + " has " + std::to_string(index.bytes()) + " bytes, beyond the limit of " +
-                            std::to_string(engine::kSafetensorsHeaderBytesMax));
+                            std::to_string(engine::kSafetensorsIndexBytesMax));
     }
     const auto map = engine::parse_safetensors_index(text_of(index, 0, index.bytes()), index.path());
     std::map<std::string, std::size_t> counts;  // of the tensors that the index says are there
