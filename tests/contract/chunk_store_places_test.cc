@@ -331,11 +331,14 @@ TEST(ChunkStore, AProbeWaitsForWhoeverLooksWhetherItIsLeftOver) {
       for (const auto& entry : std::filesystem::directory_iterator(directory.path(), error)) {
         const int descriptor = ::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC);
         if (descriptor < 0) continue;
-        if (::flock(descriptor, LOCK_EX | LOCK_NB) == 0 && std::filesystem::exists(entry.path(), error)) {
+        const bool holds = ::flock(descriptor, LOCK_EX | LOCK_NB) == 0 && std::filesystem::exists(entry.path(), error);
+        if (holds) {
           ++held;
           std::this_thread::sleep_for(std::chrono::milliseconds(20));
         }
         ::close(descriptor);
+        // Who looks does so once: it must not take the lock again before the prober has had its turn.
+        if (holds) std::this_thread::sleep_for(std::chrono::milliseconds(50));
       }
     }
   });
