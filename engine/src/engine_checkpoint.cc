@@ -352,8 +352,7 @@ void EngineImplementation::finish_loading(const engine::StoredState& state, cons
     request_commit(last_user_bytes_);
     finish_commit(lock);
   }
-  // What was moved aside is not needed any more.
-  for (std::size_t i = 0; plan_.rank == 0 && i < config_.nvme.paths.size(); ++i) engine::remove_folder(moved_path(i));
+  forget_moved_run();
 }
 
 }  // namespace ballast

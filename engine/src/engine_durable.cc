@@ -225,6 +225,7 @@ void EngineImplementation::begin_durable(std::optional<StoredRun> stored) {
       last_user_bytes_ = stored->manifest.user_bytes;
       resumed_ = ResumedStep{stored->manifest.step, std::move(stored->manifest.user_bytes), std::move(stored->path)};
       initialized_ = true;
+      forget_moved_run();  // an interruption has left it, and what is in place has come after it
     }
     committer_ =
         std::make_unique<engine::StepCommitter>(*executor_, several_ranks() ? communicator_->duplicate() : nullptr,

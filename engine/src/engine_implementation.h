@@ -213,8 +213,14 @@ class EngineImplementation {
   std::optional<StoredRun> find_stored_run(const CommitOptions& options);
   CommittedSteps committed_steps(bool read);
   std::uint64_t moved_step();
+  std::uint64_t interrupted_step(const CommittedSteps& found);
   std::string moved_path(std::size_t path) const;
+  template <class Work>
+  void on_first_rank(const Work& work);
   void move_stored_run();
+  void finish_interrupted_move();
+  void forget_manifests();
+  void forget_moved_run();
   void forget_stored_run();
   void meet_runs_of_other_paths(const CommitOptions& options);
   void meet_checkpoints(const CommitOptions& options);

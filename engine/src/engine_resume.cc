@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
+#include <functional>
 #include <sstream>
 
 #include "durable/checkpoints.h"
@@ -17,18 +19,26 @@ using engine::StoredLayout;
 namespace {
 
 constexpr std::uint64_t kNothing = UINT64_MAX;
-constexpr std::size_t kKnownSteps = 2;  // committed ones that a rank still has
+constexpr std::size_t kKnownSteps = 2;                 // committed ones that a rank still has
+constexpr const char* kMovingMark = "ballast-moving";  // under the first path, while a run is being moved aside
 
 }  // namespace
 
 // What the storage paths of all ranks hold.
 struct EngineImplementation::CommittedSteps {
-  std::vector<std::uint64_t> own;     // of this rank, newest first, damaged ones too
-  std::vector<std::uint64_t> of_all;  // kKnownSteps for each rank: those it could read
-  bool any = false;                   // on any rank
-  std::uint64_t moved = kNothing;     // of a run that has been moved aside
-  std::string damage;                 // of this rank's newest
+  std::vector<std::uint64_t> own;        // of this rank, newest first, damaged ones too
+  std::vector<std::uint64_t> of_all;     // kKnownSteps for each rank: those it could read
+  bool any = false;                      // on any rank
+  std::uint64_t moved = kNothing;        // of a run that has been moved aside
+  std::uint64_t interrupted = kNothing;  // of a run that ended within its first commit
+  std::string damage;                    // of this rank's newest
 
+  void forget_own() {
+    own.clear();
+    std::fill(of_all.begin(), of_all.end(), kNothing);
+    any = false;
+    damage.clear();
+  }
   // The newest below `limit` whose manifest every rank has.
   std::optional<std::uint64_t> newest_below(std::uint64_t limit) const {
     std::optional<std::uint64_t> found;
@@ -49,21 +59,54 @@ std::string EngineImplementation::moved_path(std::size_t path) const {
   return config_.nvme.paths[path] + "/ballast-moved";
 }
 
-// By the first rank, for all: nothing is copied.
+// What only one does, and all wait for: they throw where it does.
+template <class Work>
+void EngineImplementation::on_first_rank(const Work& work) {
+  std::exception_ptr failure;
+  if (communicator_->rank() == 0) {
+    try {
+      work();
+    } catch (const Error&) {
+      failure = std::current_exception();
+    }
+  }
+  if (agree_all_good(!failure)) return;
+  if (failure) std::rethrow_exception(failure);
+  throw IoError("the first rank cannot move aside the run in storage path " + config_.nvme.paths.front());
+}
+
+// By the first rank, for all: nothing is copied. What has been moved before is older than a run that every rank has
+// committed, which is why that one had not been removed yet.
 void EngineImplementation::move_stored_run() {
-  for (std::size_t i = config_.nvme.paths.size(); i-- > 0;) {
-    engine::remove_folder(moved_path(i));
+  forget_moved_run();
+  const std::string count = std::to_string(config_.nvme.paths.size());
+  io::publish(*io::make_small_files(config_.nvme.paths.front()), kMovingMark, std::as_bytes(std::span(count)));
+  finish_interrupted_move();
+}
+
+// By the first rank. As long as the mark is there nothing else has been written: what is left of the run is moved too.
+void EngineImplementation::finish_interrupted_move() {
+  const auto first = io::make_small_files(config_.nvme.paths.front());
+  const std::vector<std::string> there = first->list();
+  if (std::find(there.begin(), there.end(), kMovingMark) == there.end()) return;
+  const std::vector<std::byte> mark = first->read(kMovingMark);
+  const std::string count(reinterpret_cast<const char*>(mark.data()), mark.size());
+  if (count != std::to_string(config_.nvme.paths.size())) {
+    throw ConfigError("moving aside the run in storage path " + config_.nvme.paths.front() +
+                      " was interrupted, which had " + count + " paths, and here are " +
+                      std::to_string(config_.nvme.paths.size()) + "; start once with its nvme.paths in their order");
+  }
+  for (std::size_t i = 0; i < config_.nvme.paths.size(); ++i) {
     engine::make_folder(moved_path(i));
     const auto files = io::make_small_files(config_.nvme.paths[i]);
-    // The manifests last: what an interruption leaves has them on one side, the chunks of both sides with them or not,
-    // which is then seen as missing, never as current.
-    std::vector<std::string> names = files->list();
-    std::stable_partition(names.begin(), names.end(), [](const std::string& n) { return n.ends_with(".chunks"); });
-    for (const std::string& name : names) {
+    for (const std::string& name : files->list()) {
       if (name.starts_with("ballast-rank")) files->rename(name, "ballast-moved/" + name);
     }
+    io::make_small_files(moved_path(i))->flush_directory();
     files->flush_directory();
   }
+  first->remove(kMovingMark);
+  first->flush_directory();
 }
 
 EngineImplementation::CommittedSteps EngineImplementation::committed_steps(bool read) {
@@ -96,7 +139,31 @@ EngineImplementation::CommittedSteps EngineImplementation::committed_steps(bool 
   communicator_->all_gather(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(found.of_all)));
   found.any = std::any_of(counts.begin(), counts.end(), [](std::uint64_t each) { return each > 0; });
   found.moved = moved_step();
+  if (found.any) found.interrupted = interrupted_step(found);
   return found;
+}
+
+// The first commit of a run, of its initial values or of what it has loaded, was not made by every rank: the only step
+// that is there, on some of them.
+std::uint64_t EngineImplementation::interrupted_step(const CommittedSteps& found) {
+  const std::array<std::uint64_t, 2> own = {found.own.size(), found.own.empty() ? kNothing : found.own.front()};
+  std::vector<std::uint64_t> of_all(2 * static_cast<std::size_t>(communicator_->world_size()));
+  communicator_->all_gather(std::as_bytes(std::span(own)), std::as_writable_bytes(std::span(of_all)));
+  std::uint64_t step = kNothing;
+  if (communicator_->rank() == 0) {
+    const std::shared_ptr<io::SmallFiles> files = io::make_small_files(config_.nvme.paths.front());
+    std::vector<std::uint64_t> steps = engine::ManifestLog::steps_of(*files);
+    std::uint32_t from_first = 0;  // ranks that have one
+    for (std::size_t rank = 0; rank < of_all.size() / 2; ++rank) {
+      if (of_all[2 * rank] > 0) steps.push_back(of_all[2 * rank + 1]);
+      if (of_all[2 * rank] > 1) steps.push_back(kNothing);  // it has committed before
+      if (of_all[2 * rank] > 0 && from_first == rank) ++from_first;
+    }
+    const bool one = std::adjacent_find(steps.begin(), steps.end(), std::not_equal_to<>()) == steps.end();
+    if (one && !engine::has_all_ranks(files, steps.front(), from_first)) step = steps.front();
+  }
+  communicator_->broadcast(std::as_writable_bytes(std::span(&step, 1)), 0);
+  return step;
 }
 
 // As the first rank sees it.
@@ -146,7 +213,8 @@ void EngineImplementation::meet_runs_of_other_paths(const CommitOptions& options
                     "overwritten (ballast train: --overwrite)");
 }
 
-void EngineImplementation::forget_stored_run() {
+// Of the committed run in place.
+void EngineImplementation::forget_manifests() {
   manifest_log().remove_all();
   if (communicator_->rank() == 0) {
     // A larger world may have left more than this one has ranks.
@@ -157,9 +225,18 @@ void EngineImplementation::forget_stored_run() {
       }
     }
   }
+  communicator_->barrier();
+}
+
+void EngineImplementation::forget_moved_run() {
   for (std::size_t i = 0; communicator_->rank() == 0 && i < config_.nvme.paths.size(); ++i) {
     engine::remove_folder(moved_path(i));
   }
+}
+
+void EngineImplementation::forget_stored_run() {
+  forget_manifests();
+  forget_moved_run();
   communicator_->barrier();
 }
 
@@ -251,6 +328,7 @@ std::optional<EngineImplementation::StoredRun> EngineImplementation::stored_in_p
 std::optional<EngineImplementation::StoredRun> EngineImplementation::find_stored_run(const CommitOptions& options) {
   const bool resume = options.existing == ExistingRun::resume;
   const std::string& directory = config_.nvme.paths.front();
+  if (plan_.uses_nvme) on_first_rank([&] { finish_interrupted_move(); });
   CommittedSteps found = committed_steps(resume);
   const bool stored = found.any || found.moved != kNothing;
   if (!options.checkpoints.empty()) meet_checkpoints(options);
@@ -269,13 +347,22 @@ std::optional<EngineImplementation::StoredRun> EngineImplementation::find_stored
   }
 
   std::vector<Source> sources = checkpoints_in(options.checkpoints);
+  // What it began from, before any step or from what it had loaded, is still there.
+  if (found.interrupted != kNothing && (found.interrupted == 0 || found.moved != kNothing || !sources.empty())) {
+    if (environment_.log && plan_.rank == 0) {
+      environment_.log(LogLevel::warning, "a run in " + directory + " ended within its first commit (step " +
+                                              std::to_string(found.interrupted) + ") and counts for nothing");
+    }
+    forget_manifests();
+    found.forget_own();
+  }
   if (const std::optional<std::uint64_t> chosen = found.newest_below(kNothing)) {
     const bool newest = std::all_of(sources.begin(), sources.end(), [&](const auto& s) { return s.first <= *chosen; });
     if (newest) {
       if (std::optional<StoredRun> run = stored_in_place(found, *chosen)) return run;
     }
   }
-  if ((stored || !sources.empty()) && !unit_communicators_.empty()) {
+  if ((found.any || found.moved != kNothing || !sources.empty()) && !unit_communicators_.empty()) {
     throw ConfigError(
         "the run in " + directory +
         " is not in the same chunks and ranks, and with units that have communicators of their own it can "
@@ -283,8 +370,12 @@ std::optional<EngineImplementation::StoredRun> EngineImplementation::find_stored
   }
   // Other ranks or chunks, or a checkpoint that is newer: what is there moves aside, and the newest is loaded.
   if (found.any) {
-    communicator_->barrier();
-    if (communicator_->rank() == 0) move_stored_run();
+    if (found.moved != kNothing && !agree_all_good(found.damage.empty())) {
+      throw CorruptionError(
+          (found.damage.empty() ? "the run in " + directory + " is damaged on another rank" : found.damage) +
+          "; the run that it has gone on from is in " + moved_path(0) + ": move its files back to go on from that one");
+    }
+    on_first_rank([&] { move_stored_run(); });
     found.moved = moved_step();
   }
   if (found.moved != kNothing) {

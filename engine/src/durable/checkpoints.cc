@@ -36,21 +36,6 @@ bool may_be_checkpoint(const std::string& path) {
   return begin(files) == end(files) || std::any_of(begin(files), end(files), ours);
 }
 
-// Of one copy of everything. A manifest that is damaged is for its reader to tell.
-bool has_all_ranks(const std::shared_ptr<io::SmallFiles>& files, std::uint64_t step) {
-  const std::vector<std::uint32_t> ranks = ManifestLog::ranks_of(*files, step);
-  if (ranks.empty() || ranks.front() != 0) return false;
-  StoredLayout layout;
-  Manifest manifest;
-  try {
-    ManifestLog(files, 0).load(step, &layout, &manifest);
-  } catch (const CorruptionError&) {
-    return true;
-  }
-  const std::uint32_t holders = layout.partition.all_shards ? 1 : layout.partition.world_size;
-  return ranks.size() >= holders && ranks[holders - 1] == holders - 1;
-}
-
 // What interrupted saves, of any step, have left. The folder is locked.
 void remove_interrupted(const std::string& directory) {
   for (const std::string& name : io::make_small_files(directory)->list()) {
@@ -162,6 +147,20 @@ std::vector<std::pair<std::uint64_t, std::string>> list_checkpoints(const std::s
   }
   std::sort(found.rbegin(), found.rend());
   return found;
+}
+
+bool has_all_ranks(const std::shared_ptr<io::SmallFiles>& files, std::uint64_t step, std::uint32_t elsewhere) {
+  const std::vector<std::uint32_t> ranks = ManifestLog::ranks_of(*files, step);
+  if (ranks.empty() || ranks.front() != 0) return false;
+  StoredLayout layout;
+  Manifest manifest;
+  try {
+    ManifestLog(files, 0).load(step, &layout, &manifest);
+  } catch (const CorruptionError&) {
+    return true;
+  }
+  const std::uint32_t holders = layout.partition.all_shards ? 1 : layout.partition.world_size;
+  return elsewhere >= holders || (ranks.size() >= holders && ranks[holders - 1] == holders - 1);
 }
 
 std::optional<FoundCheckpoint> find_checkpoint(const std::string& path) {

@@ -60,6 +60,11 @@ std::vector<std::pair<std::uint64_t, std::string>> list_checkpoints(const std::s
 void tidy_checkpoints(const std::string& directory);
 void remove_checkpoints(const std::string& directory);
 
+// Whether the manifests of a step in a folder are all that one copy of everything takes, by their names; `elsewhere`:
+// ranks, from the first on, that have one though it may lie on another machine. A damaged one counts: it is for its
+// reader to tell.
+bool has_all_ranks(const std::shared_ptr<io::SmallFiles>& files, std::uint64_t step, std::uint32_t elsewhere = 0);
+
 // `path` itself where it holds manifests, else the newest `step-N` folder in it that does. The newest step that has the
 // manifests of all ranks that one copy of everything takes, else the newest. Nothing where there is none.
 struct FoundCheckpoint {
