@@ -99,11 +99,12 @@ bool same_chunks(const StoredLayout& a, const StoredLayout& b) {
 
 }  // namespace
 
-engine::ManifestLog EngineImplementation::manifest_log() const {
+std::shared_ptr<io::SmallFiles> EngineImplementation::committed_files() const {
   std::shared_ptr<io::SmallFiles> files = hooks_ != nullptr ? hooks_->small_files : nullptr;
-  if (files == nullptr) files = io::make_small_files(config_.nvme.paths.front());
-  return {std::move(files), plan_.rank};
+  return files != nullptr ? files : io::make_small_files(config_.nvme.paths.front());
 }
+
+engine::ManifestLog EngineImplementation::manifest_log() const { return {committed_files(), plan_.rank}; }
 
 StoredLayout EngineImplementation::stored_layout() const {
   StoredLayout layout = engine::stored_parts(plan_.layout);

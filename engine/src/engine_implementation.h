@@ -196,6 +196,7 @@ class EngineImplementation {
     std::string path;
     std::optional<engine::Manifest> older;  // where every rank has it
   };
+  std::shared_ptr<io::SmallFiles> committed_files() const;  // where the manifests of all ranks of a machine lie
   engine::ManifestLog manifest_log() const;
   engine::StoredLayout stored_layout() const;
   // Where each parameter of this engine lies in what is stored: unit and parameter there, by those here.

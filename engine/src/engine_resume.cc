@@ -151,7 +151,7 @@ std::uint64_t EngineImplementation::interrupted_step(const CommittedSteps& found
   communicator_->all_gather(std::as_bytes(std::span(own)), std::as_writable_bytes(std::span(of_all)));
   std::uint64_t step = kNothing;
   if (communicator_->rank() == 0) {
-    const std::shared_ptr<io::SmallFiles> files = io::make_small_files(config_.nvme.paths.front());
+    const std::shared_ptr<io::SmallFiles> files = committed_files();
     std::vector<std::uint64_t> steps = engine::ManifestLog::steps_of(*files);
     std::uint32_t from_first = 0;  // ranks that have one
     for (std::size_t rank = 0; rank < of_all.size() / 2; ++rank) {
@@ -218,7 +218,7 @@ void EngineImplementation::forget_manifests() {
   manifest_log().remove_all();
   if (communicator_->rank() == 0) {
     // A larger world may have left more than this one has ranks.
-    const std::shared_ptr<io::SmallFiles> files = io::make_small_files(config_.nvme.paths.front());
+    const std::shared_ptr<io::SmallFiles> files = committed_files();
     for (const std::uint64_t step : engine::ManifestLog::steps_of(*files)) {
       for (const std::uint32_t rank : engine::ManifestLog::ranks_of(*files, step)) {
         if (rank >= plan_.world_size) engine::ManifestLog(files, rank).remove_all();

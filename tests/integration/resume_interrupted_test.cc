@@ -171,7 +171,7 @@ TEST_F(ResumeInterrupted, AMoveThatWasInterruptedAnywhereIsGoneOnWith) {
   }
   put_back("whole");
   std::ofstream(first_ + "/ballast-moving") << "3";
-  EXPECT_THAT(text_of<ConfigError>([&] { train(2, kSteps); }), HasSubstr("which had 3 paths, and here are 2"));
+  EXPECT_THAT(text_of<ConfigError>([&] { train(1, kSteps); }), HasSubstr("which had 3 paths, and here are 2"));
 }
 
 }  // namespace
