@@ -2,12 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/error.h>
 #include <ballast/base/size.h>
+#include <ballast/engine/checkpoint.h>
 #include <ballast/engine/engine.h>
 #include <ballast/offload/topology.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -264,24 +264,9 @@ void require_folder(const std::string& folder, bool writable) {
                     "; name another folder");
 }
 
-// The step of a folder that is a checkpoint itself, by its manifests' names; nothing of any other folder.
-std::optional<std::uint64_t> step_of_checkpoint(const std::string& folder) {
-  std::optional<std::uint64_t> step;
-  std::error_code error;
-  for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
-    const std::string name = at->path().filename().string();
-    const std::size_t digits = name.find(".step-") + 6;
-    if (!name.starts_with("ballast-rank") || !name.ends_with(".manifest") || digits == std::string::npos + 6) continue;
-    std::uint64_t number = 0;
-    const auto [stop, wrong] = std::from_chars(name.data() + digits, name.data() + name.size(), number);
-    if (wrong == std::errc{} && std::string_view(stop) == ".manifest") step = std::max(step.value_or(0), number);
-  }
-  return step;
-}
-
 // Where --checkpoint names a single checkpoint, later ones are put beside it, not into it.
 std::string folder_of_saves(const std::string& given) {
-  if (given.empty() || !step_of_checkpoint(given)) return given;
+  if (given.empty() || !checkpoint_step(given)) return given;
   const std::filesystem::path path = std::filesystem::path(given + "/").lexically_normal().parent_path();
   return path.has_parent_path() ? path.parent_path().string() : ".";
 }
@@ -289,15 +274,12 @@ std::string folder_of_saves(const std::string& given) {
 // Those of later steps beside a single checkpoint are of another course than the one that begins there: what is saved
 // from here on would mix with them, and the next --resume take theirs for this one's.
 void require_none_later(const std::string& given) {
-  const std::optional<std::uint64_t> step = step_of_checkpoint(given);
+  const std::optional<std::uint64_t> step = checkpoint_step(given);
   if (!step) return;
   const std::string folder = folder_of_saves(given);
   std::vector<std::string> later;
-  std::error_code error;
-  for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
-    const std::string name = at->path().filename().string();
-    const bool named = name.starts_with("step-") && name.find_first_not_of("0123456789", 5) == std::string::npos;
-    if (named && step_of_checkpoint(at->path().string()).value_or(0) > *step) later.push_back(name);
+  for (const auto& [number, path] : checkpoints_in(folder)) {
+    if (checkpoint_step(path).value_or(0) > *step) later.push_back(std::filesystem::path(path).filename().string());
   }
   if (later.empty()) return;
   std::sort(later.begin(), later.end());

@@ -18,6 +18,15 @@
 
 namespace ballast {
 
+std::optional<std::uint64_t> checkpoint_step(const std::string& path) {
+  const std::vector<std::uint64_t> steps = engine::ManifestLog::steps_of(*io::make_small_files(path));
+  return steps.empty() ? std::nullopt : std::optional(steps.front());
+}
+
+std::vector<std::pair<std::uint64_t, std::string>> checkpoints_in(const std::string& folder) {
+  return engine::list_checkpoints(folder);
+}
+
 struct CheckpointReader::Implementation {
   std::string path;
   std::optional<engine::StoredState> state;

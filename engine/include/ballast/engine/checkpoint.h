@@ -13,6 +13,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace ballast {
@@ -26,6 +27,14 @@ struct StoredParameter {
   bool trainable = true;
   std::uint64_t step_count = 0;
 };
+
+// The newest step of a folder that is a checkpoint itself, by the names of its files; nothing of any other folder.
+// Throws IoError where it cannot be listed.
+std::optional<std::uint64_t> checkpoint_step(const std::string& path);
+
+// The `step-N` folders in a folder, newest first: N and the path. Those that are another program's do not count. Throws
+// IoError where it cannot be listed.
+std::vector<std::pair<std::uint64_t, std::string>> checkpoints_in(const std::string& folder);
 
 // One thread at a time. Holds one chunk in memory; every chunk is checked before a byte of it is used. While it lives,
 // no engine can open the run that it reads.
