@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <span>
 
 namespace ballast::simulate {
@@ -140,9 +141,9 @@ bool RankTrainer::device_step() {
   const Index entry = handles_[operation.handle].entry;
   if (operation.verb == Verb::commit) {
     const schedule::Unit& u = plan_->units[operation.unit];
-    std::array<bool, 32> contributes{};
+    const auto contributes = std::make_unique<bool[]>(u.chunk_count);
     for (Index i = 0; i < u.chunk_count; ++i) contributes[i] = plan_->chunks[u.first_chunk + i].trainable;
-    const std::span<const bool> all(contributes.data(), u.chunk_count);
+    const std::span<const bool> all(contributes.get(), u.chunk_count);
     const bool eager = plan_->timing == Timing::eager;
     world_.commit(operation.unit, scheduler_.device_offset(entry), all, operation.flag, eager && operation.flag);
     scheduler_.commit_gradients(entry, all, operation.flag, eager && operation.flag);

@@ -16,7 +16,12 @@ using schedule::Tier;
 namespace {
 
 constexpr std::uint64_t kNsPerSecond = 1'000'000'000;
-constexpr std::uint64_t kParameterBytes = 2, kGradientBytes = 4, kOptimizerBytes = 10;
+constexpr std::uint64_t kParameterBytes = 2, kGradientBytes = 4, kOptimizerBytes = 10;  // of the cases below
+
+// Nanoseconds for so many bytes, without overflow.
+std::uint64_t work_ns(std::uint64_t bytes, std::uint64_t bytes_per_second) {
+  return static_cast<std::uint64_t>(static_cast<unsigned __int128>(bytes) * kNsPerSecond / bytes_per_second);
+}
 
 class RankClock {
  public:
@@ -42,6 +47,7 @@ class RankClock {
       result_.failure = (rank.error().empty() ? "stall" : rank.error()) + "\n" + rank.describe();
     }
     result_.time_ns = now_;
+    result_.tasks = rank.tasks_started();
     result_.bound_ns = *std::max_element(busy_, busy_ + kResources);
     if (hardware_.one_drive) result_.bound_ns = std::max(result_.bound_ns, busy_[kRead] + busy_[kWrite]);
     return std::move(result_);
@@ -85,7 +91,7 @@ class RankClock {
     return free_at_[shared] + latency_ns;
   }
   std::uint64_t serve(Resources resource, const LaneModel& lane, std::uint64_t bytes) {
-    return serve(resource, bytes * kNsPerSecond / lane.bytes_per_second, lane.latency_ns);
+    return serve(resource, work_ns(bytes, lane.bytes_per_second), lane.latency_ns);
   }
 
   std::uint64_t drive_bytes(const Action& action) const {
@@ -109,12 +115,46 @@ class RankClock {
   }
 
   std::uint64_t collective_bytes(const Action& action) const {
-    return collective_elements(action) * (action.task == Task::gather ? kParameterBytes : kGradientBytes);
+    const schedule::Unit& unit = plan_.units[action.unit];
+    std::uint64_t bytes = 0;
+    for (Index i = 0; i < unit.chunk_count; ++i) {
+      const schedule::Chunk& chunk = plan_.chunks[unit.first_chunk + i];
+      bytes += action.task == Task::gather ? chunk.parameter_bytes : chunk.gradient_bytes;
+    }
+    const std::uint64_t others = collectives_.world_size - 1;
+    return unit.gathered ? others * bytes : 2 * others * (bytes / collectives_.world_size);
+  }
+
+  // Of memory: an update reads and writes its states and reads its gradient, a sum reads two and writes one.
+  std::uint64_t cpu_bytes(const Action& action) const {
+    const schedule::Chunk& chunk = plan_.chunks[action.chunk];
+    if (action.task == Task::update) return 2 * (chunk.parameter_bytes + chunk.optimizer_bytes) + chunk.gradient_bytes;
+    return action.first ? chunk.gradient_bytes : 3 * chunk.gradient_bytes;
   }
 
   void count(const Action& action) {
-    if (action.task == Task::read || action.task == Task::write || action.task == Task::read_gradient)
-      count_.drive_bytes += drive_bytes(action);
+    switch (action.task) {
+      case Task::read:
+      case Task::read_gradient:
+        count_.drive_read_bytes += drive_bytes(action);
+        [[fallthrough]];
+      case Task::write:
+        count_.drive_bytes += drive_bytes(action);
+        break;
+      case Task::copy_in:
+        count_.copied_in_bytes += plan_.chunks[action.chunk].parameter_bytes;
+        break;
+      case Task::copy_out:
+        count_.copied_out_bytes += plan_.chunks[action.chunk].gradient_bytes;
+        break;
+      case Task::update:
+      case Task::accumulate:
+        count_.cpu_bytes += cpu_bytes(action);
+        break;
+      case Task::gather:
+      case Task::reduce:
+        break;
+    }
     if (action.chunk != kNone) return;
     (action.task == Task::gather ? count_.gathered_elements : count_.reduced_elements) += collective_elements(action);
     count_.link_bytes += collective_bytes(action);
@@ -124,10 +164,10 @@ class RankClock {
     if (action.chunk == kNone) {
       const bool twice = !plan_.units[action.unit].gathered;
       const std::uint64_t steps = (twice ? 2u : 1u) * std::uint64_t{collectives_.world_size - 1};
-      return serve(kLink,
-                   steps * collectives_.link.latency_ns +
-                       collective_bytes(action) * kNsPerSecond / collectives_.link.bytes_per_second,
-                   0);
+      return serve(
+          kLink,
+          steps * collectives_.link.latency_ns + work_ns(collective_bytes(action), collectives_.link.bytes_per_second),
+          0);
     }
     const schedule::Chunk& chunk = plan_.chunks[action.chunk];
     switch (action.task) {
@@ -140,22 +180,22 @@ class RankClock {
         return serve(kCopyIn, hardware_.copy_in, chunk.parameter_bytes);
       case Task::copy_out:
         return serve(kCopyOut, hardware_.copy_out, chunk.gradient_bytes);
-      case Task::update:
-        return serve(kCpu, hardware_.cpu, 2 * (chunk.parameter_bytes + chunk.optimizer_bytes));
       default:
-        return serve(kCpu, hardware_.cpu, 2 * chunk.gradient_bytes);
+        return serve(kCpu, hardware_.cpu, cpu_bytes(action));
     }
   }
 
   void schedule_new(const RankTrainer& rank) {
     while (times_.size() < rank.tasks_in_flight()) times_.push_back(finish_time(rank.task(times_.size())));
-    if (rank.computing() && compute_time_ == kNever) {
+    if (rank.computing() && compute_time_ == kNever && plan_.timed) {
+      compute_time_ = serve(kCompute, rank.computing_operation().work_ns, 0);
+    } else if (rank.computing() && compute_time_ == kNever) {
       // A rank's maths pass over whole units, whatever it stores of them.
       const schedule::Unit& unit = plan_.units[rank.computing_unit()];
       std::uint64_t bytes = 0;
       for (Index i = 0; i < unit.chunk_count; ++i) bytes += plan_.chunks[unit.first_chunk + i].parameter_bytes;
       if (unit.gathered) bytes *= collectives_.world_size;
-      compute_time_ = serve(kCompute, bytes * kNsPerSecond / hardware_.compute_bytes_per_second, 0);
+      compute_time_ = serve(kCompute, work_ns(bytes, hardware_.compute_bytes_per_second), 0);
     }
     if (rank.agreeing() && agreement_time_ == kNever) {
       std::uint64_t steps = 0;

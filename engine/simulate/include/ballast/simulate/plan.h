@@ -40,7 +40,8 @@ struct Operation {
   Index count = 0;
   std::uint32_t mask = 0xFFFFFFFFu;
   bool flag = false;
-  bool agrees = false;  // decide, several ranks: also where it discards, the ranks agree first
+  bool agrees = false;        // decide, several ranks: also where it discards, the ranks agree first
+  std::uint64_t work_ns = 0;  // compute, where Plan::timed
 };
 
 // One use of device memory in a pass, as the trace records it. Times are indices of the pass's operations.
@@ -64,6 +65,7 @@ struct Plan {
   Timing timing = Timing::just_in_time;
   Index run_ahead = 0;           // calls that the trainer's host may be ahead of its device work
   bool look_ahead = true;        // false: everything on demand
+  bool timed = false;            // each compute takes its own work_ns; otherwise the hardware model tells
   std::vector<Access> expected;  // the pass that commit() plans for
   Index expected_passes = 1;     // of each step
   std::vector<Operation> program;

@@ -48,6 +48,7 @@ class RankTrainer {
   std::size_t tasks_in_flight() const { return world_.in_flight().size(); }
   bool computing() const { return computing_; }
   Index computing_unit() const { return computing_unit_; }
+  const Operation& computing_operation() const { return plan_->program[device_at_]; }
   bool agreeing() const { return agreeing_; }
   std::size_t decisions() const { return decisions_; }
   std::uint64_t tasks_started() const { return tasks_started_; }

@@ -22,6 +22,8 @@ struct StepCount {
   std::uint64_t gathered_elements = 0, reduced_elements = 0;
   std::uint64_t link_bytes = 0;
   std::uint64_t drive_bytes = 0;  // read and written
+  std::uint64_t drive_read_bytes = 0, copied_in_bytes = 0, copied_out_bytes = 0;
+  std::uint64_t cpu_bytes = 0;  // of memory that updates and sums touch
 };
 
 struct RankSimulation {
@@ -29,6 +31,7 @@ struct RankSimulation {
   std::vector<StepCount> steps;
   std::uint64_t time_ns = 0;
   std::uint64_t bound_ns = 0;  // the busiest resource over the whole run
+  std::uint64_t tasks = 0;
 };
 
 // A model of equal units, trained for `steps` steps at a ZeRO stage. Elements of a unit divide by the world size.
