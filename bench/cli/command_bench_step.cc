@@ -27,6 +27,7 @@
 #include "interrupt.h"
 #include "output_file.h"
 #include "ranks.h"
+#include "run_explained.h"
 #include "run_record.h"
 #include "storage_bench.h"
 
@@ -42,7 +43,7 @@ struct Options {
   std::int64_t micro_batches = 1;
   std::uint64_t seed = 0;
   std::string checkpoint;
-  std::string json, trace;
+  std::string json, trace, report;
 };
 
 // The units of a GPT without its maths. Forward looks at every parameter, backward writes a gradient for every one.
@@ -335,13 +336,14 @@ SaveCosts measure_saves(const Options& options, const Config& config, Engine& en
 }
 
 int measure(Options options, Config config, const std::shared_ptr<Communicator>& ranks) {
-  for (std::string* file : {&options.json, &options.trace}) *file = on_first_rank(*ranks, *file);
+  for (std::string* file : {&options.json, &options.trace, &options.report}) *file = on_first_rank(*ranks, *file);
   const gpt::GptShape shape = gpt::GptShape::from_file(options.model);
   NamedPaths others = {{"--model", options.model}, {"--engine", options.engine.path()}};
   for (const std::string& path : config.nvme.paths) others.emplace_back("nvme.paths", path);
-  require_distinct({{"--json", options.json}, {"--trace", options.trace}}, others);
+  require_distinct({{"--json", options.json}, {"--trace", options.trace}, {"--report", options.report}}, others);
   OutputFile json_file(options.json);
   OutputFile trace_file(options.trace);
+  OutputFile report_file(options.report);
   EngineEnvironment environment;
   environment.communicator = ranks;
   environment.check_interrupt = &InterruptGuard::check;
@@ -378,7 +380,10 @@ int measure(Options options, Config config, const std::shared_ptr<Communicator>&
     const bool last = steps - i < 2 * (lead_in + kStepsPerPair);  // what is no pair of its own goes with the last one
     const std::size_t count = !warm ? 1 : last ? steps - i - lead_in : kStepsPerPair;
     const Report quiet = report_at_rest(engine);
-    if (i == warm_up_steps(steps)) record.steady_begin = quiet;
+    if (i == warm_up_steps(steps)) {
+      record.steady_begin = quiet;
+      record.steady_begin_ns = now_ns();
+    }
     if (raw && !quiet.at_rest) throw Error("the engine did not come to rest, so raw transfers would disturb it");
     ranks->barrier();  // ranks that share a drive measure it together, from the first byte to the last
     StorageBench::Result transferred;
@@ -390,7 +395,10 @@ int measure(Options options, Config config, const std::shared_ptr<Communicator>&
       if (k == lead_in) begin_report = engine.report();
       InterruptGuard::check();
       const Clock::time_point begin = Clock::now();
+      const std::uint64_t begin_ns = now_ns();
       StepRecord step = model.step();
+      step.window = {begin_ns, now_ns()};
+      step.timed = warm && k >= lead_in;
       step.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
       if (k >= lead_in) seconds += step.seconds;
       record.steps.push_back(step);
@@ -405,6 +413,8 @@ int measure(Options options, Config config, const std::shared_ptr<Communicator>&
     ratios.push_back(moved / raw_rates.back() / largest(from_all(*ranks, seconds)));
   }
   record.end = report_at_rest(engine);
+  RunReport run{.title = "ballast bench step, " + std::filesystem::path(options.model).filename().string()};
+  explain(engine, record, &run);  // before saves, whose steps are not of the run
   std::optional<SaveCosts> saves;
   if (!options.checkpoint.empty()) saves = measure_saves(options, config, engine, model, *raw);
   engine.settle();
@@ -448,12 +458,15 @@ int measure(Options options, Config config, const std::shared_ptr<Communicator>&
     rows.push_back({"step, fastest and slowest rank", seconds_range(record.rank_step_seconds) + "; their drives busy " +
                                                           seconds_range(record.rank_nvme_seconds)});
   print_table(rows);
+  print_limit(run);
   if (trace_file.wanted()) {
     engine.write_trace(trace_file.temporary_path());
     trace_file.publish();
   }
-  if (json_file.wanted()) {
-    nlohmann::ordered_json out = to_json(record);
+  if (json_file.wanted() || report_file.wanted()) {
+    nlohmann::ordered_json& out = run.figures;
+    out = to_json(record);
+    out["limit"] = to_json(run.limit);
     out["efficiency"] = finite_or_null(efficiency);
     out["efficiency_pairs"] = ratios;
     out["raw_mixed_bytes_per_second"] = raw_rates;
@@ -470,7 +483,7 @@ int measure(Options options, Config config, const std::shared_ptr<Communicator>&
     out["micro_batches"] = options.micro_batches;
     out["seed"] = options.seed;
     out["configuration"] = nlohmann::ordered_json::parse(config.to_json());
-    json_file.publish(out.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+    publish(run, json_file, report_file);
   }
   return 0;
 }
@@ -509,6 +522,8 @@ Command add_bench_step(CLI::App& bench) {
       ->type_name("DIR");
   parser->add_option("--json", options->json, "Write all figures to FILE")->type_name("FILE");
   parser->add_option("--trace", options->trace, "Write a timeline for Perfetto to FILE")->type_name("FILE");
+  parser->add_option("--report", options->report, "Write where the time went to FILE, a page for any browser")
+      ->type_name("FILE");
   return {parser, [options] { return run(*options); }};
 }
 

@@ -24,6 +24,7 @@
 #include "interrupt.h"
 #include "output_file.h"
 #include "ranks.h"
+#include "run_explained.h"
 #include "run_record.h"
 
 namespace ballast::cli {
@@ -45,7 +46,7 @@ struct Options {
   std::int64_t every = 0;
   bool resume = false;
   bool overwrite = false;
-  std::string json, log, trace;
+  std::string json, log, trace, report;
 };
 
 // What the kernel would end the process for is refused.
@@ -226,12 +227,16 @@ void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt:
     save_due(options, engine, first, steps == 0, progress);
   }
   for (std::size_t i = 0; i < steps; ++i) {
-    if (i == steady_from) record->steady_begin = report_at_rest(engine);
+    if (i == steady_from) {
+      record->steady_begin = report_at_rest(engine);
+      record->steady_begin_ns = now_ns();
+    }
     if (i == timed_from) timed_begin = engine.report();
     const Clock::time_point step_begin = Clock::now();
+    const std::uint64_t begin_ns = now_ns();
     const gpt::StepResult result = trainer.step(first + i, options.learning_rate);
     const Agreed agreed = agree(ranks, result.loss, InterruptGuard::seen());
-    const StepRecord step{agreed.mean, result.grad_norm, since(step_begin)};
+    const StepRecord step{agreed.mean, result.grad_norm, since(step_begin), {begin_ns, now_ns()}, i >= timed_from};
     record->steps.push_back(step);
     if (i >= timed_from) timed_seconds += step.seconds;
     log.append(log_line(first + i, step, result.updated));
@@ -297,12 +302,16 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
   data->require_sequence(settings.sequence);
   NamedPaths others = {{"--model", options.model}, {"--engine", options.engine.path()}, {"--data", options.data}};
   for (const std::string& path : config.nvme.paths) others.emplace_back("nvme.paths", path);
-  require_distinct({{"--json", options.json}, {"--trace", options.trace}, {"--log", options.log}}, others);
-  for (std::string* file : {&options.json, &options.log, &options.trace}) *file = on_first_rank(*ranks, *file);
+  require_distinct(
+      {{"--json", options.json}, {"--trace", options.trace}, {"--report", options.report}, {"--log", options.log}},
+      others);
+  for (std::string* file : {&options.json, &options.log, &options.trace, &options.report})
+    *file = on_first_rank(*ranks, *file);
   require_folder(options.checkpoint, !options.resume);
   if (options.resume && ranks->rank() == 0) require_none_later(options.checkpoint);
   OutputFile json_file(options.json);
   OutputFile trace_file(options.trace);
+  OutputFile report_file(options.report);
   LineLog log(options.log);
   Progress progress;
   std::mutex mutex;
@@ -356,12 +365,17 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
   }
   gather_seconds(*ranks, record);
   print_closing(record);
+  RunReport run{.title = "ballast train, " + std::filesystem::path(options.model).filename().string()};
+  explain(engine, record, &run);
+  print_limit(run);
   if (trace_file.wanted()) {
     engine.write_trace(trace_file.temporary_path());
     trace_file.publish();
   }
-  if (json_file.wanted()) {
-    nlohmann::ordered_json out = to_json(record);
+  if (json_file.wanted() || report_file.wanted()) {
+    nlohmann::ordered_json& out = run.figures;
+    out = to_json(record);
+    out["limit"] = to_json(run.limit);
     out["model"] = options.model;
     out["data"] = options.data;
     out["batch"] = settings.batch;
@@ -370,7 +384,7 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
     out["order"] = options.order;
     out["seed"] = settings.seed;
     out["configuration"] = nlohmann::ordered_json::parse(config.to_json());
-    json_file.publish(out.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+    publish(run, json_file, report_file);
   }
   return 0;
 }
@@ -436,6 +450,8 @@ Command add_train(CLI::App& app) {
   parser->add_option("--json", options->json, "Write all figures to FILE")->type_name("FILE");
   parser->add_option("--log", options->log, "Append one JSON line per step to FILE")->type_name("FILE");
   parser->add_option("--trace", options->trace, "Write a timeline for Perfetto to FILE")->type_name("FILE");
+  parser->add_option("--report", options->report, "Write where the time went to FILE, a page for any browser")
+      ->type_name("FILE");
   return {parser, [options] { return run(*options); }};
 }
 

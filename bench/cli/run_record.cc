@@ -124,6 +124,18 @@ double RunRecord::efficiency() const {
   return largest / steady_step_seconds();
 }
 
+std::vector<TimeWindow> RunRecord::windows(bool timed_alone) const {
+  std::vector<TimeWindow> result;
+  for (const StepRecord& step : steps)
+    if (step.timed || !timed_alone) result.push_back(step.window);
+  return result;
+}
+
+std::uint64_t now_ns() {
+  return static_cast<std::uint64_t>(
+      std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());
+}
+
 std::string seconds_range(const std::vector<double>& seconds) {
   if (seconds.empty()) return "n/a";
   const auto [low, high] = std::minmax_element(seconds.begin(), seconds.end());

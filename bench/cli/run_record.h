@@ -41,6 +41,8 @@ struct StepRecord {
   double loss = 0;
   double grad_norm = 0;
   double seconds = 0;
+  TimeWindow window;   // steady_clock
+  bool timed = false;  // among those that figures of speed are taken from
 };
 
 // The steps from which steady-state figures are taken: without the first two, where there are more.
@@ -64,6 +66,7 @@ struct RunRecord {
   std::optional<ResumedStep> resumed_from;
   std::uint64_t tokens_per_step = 0;
   std::vector<StepRecord> steps;
+  std::uint64_t steady_begin_ns = 0;  // when the next was taken; steady_clock
   Report steady_begin;                // after the warm-up, at rest
   Report end;                         // after the last step, at rest as steady_begin: whole steps' bytes lie between
   TimedSteps timed;                   // of the steps after the warm-up, those without a rest shortly before
@@ -81,8 +84,11 @@ struct RunRecord {
   double bound_seconds(Lane lane) const;
   double nvme_bound_seconds() const;
   std::string bounding_lane() const;
-  double efficiency() const;  // NaN where it cannot be told
+  double efficiency() const;                                // NaN where it cannot be told
+  std::vector<TimeWindow> windows(bool timed_alone) const;  // of the steps
 };
+
+std::uint64_t now_ns();  // of steady_clock
 
 // "12.0 to 12.3 ms"
 std::string seconds_range(const std::vector<double>& seconds);

@@ -222,6 +222,7 @@ Stream Engine::adopt_stream(void* native_handle, std::string_view name) {
 }
 std::uint64_t Engine::layout_generation() const { return implementation().layout_generation(); }
 Report Engine::report() const { return implementation().report(); }
+Timeline Engine::timeline() const { return implementation().timeline(); }
 void Engine::write_trace(const std::string& path) const { implementation().write_trace(path); }
 const Config& Engine::config() const { return implementation().config(); }
 

@@ -61,6 +61,7 @@ class EngineImplementation {
   Stream adopt_stream(void* native_handle, std::string_view name);
   std::uint64_t layout_generation() const { return layout_generation_; }
   Report report();
+  Timeline timeline();
   void write_trace(const std::string& path);
   const Config& config() const { return config_; }
 

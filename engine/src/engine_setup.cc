@@ -472,16 +472,24 @@ Report EngineImplementation::report() {
   return r;
 }
 
-void EngineImplementation::write_trace(const std::string& path) {
+Timeline EngineImplementation::timeline() {
   require_committed();
-  std::vector<std::string> names;
-  for (const UnitLayout& unit : plan_.layout.units) names.push_back(unit.name);
-  engine::SpanLog spans;
+  Timeline timeline;
+  for (const UnitLayout& unit : plan_.layout.units) timeline.unit_names.push_back(unit.name);
   {
     const Lock lock(executor_->mutex());
-    spans = executor_->spans();
+    timeline.complete_from_ns = executor_->spans().complete_from_ns();
+    executor_->spans().visit([&](const Span& span) { timeline.spans.push_back(span); });
   }
-  engine::write_trace_file(path, spans, names);
+  for (const auto& stream : streams_) {
+    const offload::ClosureSpans closures = stream->closure_spans();
+    timeline.complete_from_ns = std::max(timeline.complete_from_ns, closures.complete_from_ns);
+    for (const auto& each : closures.spans)
+      timeline.spans.push_back({Lane::compute, "compute", kNoUnit, 0, each.begin_ns, each.end_ns, 0});
+  }
+  return timeline;
 }
+
+void EngineImplementation::write_trace(const std::string& path) { engine::write_trace_file(path, timeline()); }
 
 }  // namespace ballast

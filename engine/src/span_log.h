@@ -3,20 +3,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <ballast/engine/report.h>
+#include <ballast/engine/timeline.h>
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
 namespace ballast::engine {
-
-struct Span {
-  Lane lane = Lane::compute;
-  const char* what = "";  // a literal
-  std::uint32_t unit = 0, chunk = 0;
-  std::uint64_t begin_ns = 0, end_ns = 0, bytes = 0;
-};
 
 class SpanLog {
  public:
@@ -32,12 +25,15 @@ class SpanLog {
     for (std::uint64_t i = first; i < next_; ++i) visit(spans_[i % spans_.size()]);
   }
 
+  // None that ended after this has fallen out.
+  std::uint64_t complete_from_ns() const { return next_ > spans_.size() ? spans_[next_ % spans_.size()].end_ns : 0; }
+
  private:
   std::vector<Span> spans_;
   std::uint64_t next_ = 0;
 };
 
 // Writes the trace-event JSON that Perfetto and chrome://tracing open. Throws IoError.
-void write_trace_file(const std::string& path, const SpanLog& spans, const std::vector<std::string>& unit_names);
+void write_trace_file(const std::string& path, const Timeline& timeline);
 
 }  // namespace ballast::engine

@@ -20,6 +20,14 @@ namespace {
 // Deep enough for the work of several units; a caller that is further ahead than this waits.
 constexpr std::size_t kRingItems = 1024;
 
+constexpr std::size_t kClosureSpans = 8192;
+constexpr std::uint64_t kJoinedWithinNs = 20'000;
+
+std::uint64_t now_ns() {
+  return static_cast<std::uint64_t>(
+      std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());
+}
+
 HostEvent& host_event(Event& event) {
   auto* const own = dynamic_cast<HostEvent*>(&event);
   if (own == nullptr) throw UsageError("an event of another device was given to a stream of the host device");
@@ -189,7 +197,32 @@ void HostStream::synchronize() {
   if (failure) std::rethrow_exception(failure);
 }
 
-void HostStream::run_item(Shared& shared, Item& item) {
+ClosureSpans HostStream::closure_spans() const {
+  const std::lock_guard lock(shared_->mutex);
+  const std::vector<ClosureSpans::Span>& ring = shared_->closure_spans;
+  const std::uint64_t count = shared_->closure_span_count;
+  ClosureSpans result;
+  const std::uint64_t first = count > ring.size() ? count - ring.size() : 0;
+  for (std::uint64_t i = first; i < count; ++i) result.spans.push_back(ring[i % ring.size()]);
+  if (first > 0) result.complete_from_ns = result.spans.front().end_ns;
+  return result;
+}
+
+// Under the mutex.
+void HostStream::note_closure(Shared& shared, const ClosureSpans::Span& closure) {
+  std::vector<ClosureSpans::Span>& ring = shared.closure_spans;
+  if (ring.empty()) ring.resize(kClosureSpans);
+  if (shared.closure_span_count > 0) {
+    ClosureSpans::Span& last = ring[(shared.closure_span_count - 1) % ring.size()];
+    if (closure.begin_ns - last.end_ns <= kJoinedWithinNs) {
+      last.end_ns = closure.end_ns;
+      return;
+    }
+  }
+  ring[shared.closure_span_count++ % ring.size()] = closure;
+}
+
+void HostStream::run_item(Shared& shared, Item& item, ClosureSpans::Span* closure) {
   switch (item.kind) {
     case Kind::copy:
       if (*shared.before_copy) (*shared.before_copy)(shared.name, item.bytes);
@@ -202,10 +235,10 @@ void HostStream::run_item(Shared& shared, Item& item) {
       item.host_call.function(item.host_call.context, item.host_call.argument);
       return;
     case Kind::closure: {
-      const auto begin = std::chrono::steady_clock::now();
+      const std::uint64_t begin_ns = now_ns();
       item.closure();
-      const auto spent = std::chrono::steady_clock::now() - begin;
-      shared.closure_ns += static_cast<std::uint64_t>(std::chrono::nanoseconds(spent).count());
+      *closure = {begin_ns, now_ns()};
+      shared.closure_ns += closure->end_ns - begin_ns;
       ++shared.closures;
       return;
     }
@@ -228,8 +261,9 @@ void HostStream::run(const std::shared_ptr<Shared>& shared) {
     Item& item = shared->ring[shared->taken % kRingItems];
     lock.unlock();
     std::exception_ptr failure;
+    ClosureSpans::Span closure;
     try {
-      run_item(*shared, item);
+      run_item(*shared, item, &closure);
     } catch (...) {
       failure = std::current_exception();
     }
@@ -237,6 +271,7 @@ void HostStream::run(const std::shared_ptr<Shared>& shared) {
     item.closure = nullptr;
     item.point = {};
     lock.lock();
+    if (closure.end_ns != 0) note_closure(*shared, closure);
     if (failure && !shared->failure) shared->failure = failure;
     ++shared->taken;
     if (shared->callers_waiting != 0) shared->room.notify_one();

@@ -77,6 +77,7 @@ class HostStream final : public Stream {
   void* native_handle() const override { return nullptr; }
   std::uint64_t closure_ns() const override { return shared_->closure_ns.load(std::memory_order_relaxed); }
   std::uint64_t closures() const override { return shared_->closures.load(std::memory_order_relaxed); }
+  ClosureSpans closure_spans() const override;
 
  private:
   enum class Kind : std::uint8_t { copy, zero, call, closure, wait };
@@ -103,6 +104,9 @@ class HostStream final : public Stream {
     bool idle = false;             // the thread sleeps on `work`
     int callers_waiting = 0;
     bool ending = false;
+    // The ring of the last closures' times, made with the first one; span n is at n % size.
+    std::vector<ClosureSpans::Span> closure_spans;
+    std::uint64_t closure_span_count = 0;
     std::exception_ptr failure;                             // the first since the last synchronize()
     std::atomic<std::uint64_t> closure_ns{0}, closures{0};  // written by the thread alone
   };
@@ -110,7 +114,8 @@ class HostStream final : public Stream {
   template <class Fill>
   void push(const Fill& fill);
   static void run(const std::shared_ptr<Shared>& shared);
-  static void run_item(Shared& shared, Item& item);
+  static void run_item(Shared& shared, Item& item, ClosureSpans::Span* closure);
+  static void note_closure(Shared& shared, const ClosureSpans::Span& closure);
 
   std::shared_ptr<Shared> shared_;
   pid_t owner_;

@@ -90,6 +90,22 @@ TEST_F(CommandRanks, TrainTheSameAtEveryStageAndOnceInTheOutput) {
   }
 }
 
+TEST_F(CommandRanks, TheFirstWritesTheReportAndSaysOnceWhatLimited) {
+  const std::string report = scratch_.path() + "/report.html";
+  const nlohmann::json out = trained(2, {"--batch", "4", "--report", report});
+  const std::string sentence = out["limit"]["sentence"];
+  const std::size_t at = last_output_.find(sentence);
+  ASSERT_NE(at, std::string::npos) << last_output_;
+  EXPECT_EQ(last_output_.find(" % of a step (", at + sentence.size()), std::string::npos);
+  EXPECT_GT(out["limit"]["busy_seconds"]["collective"], 0);
+  const std::string page = read_file(report);
+  const std::size_t data = page.find("id=\"data\">") + std::string("id=\"data\">").size();
+  const auto parsed = nlohmann::json::parse(page.substr(data, page.find("</script>", data) - data), nullptr, false);
+  ASSERT_FALSE(parsed.is_discarded());
+  EXPECT_EQ(parsed["figures"], out);
+  EXPECT_EQ(scratch_.entries(), (std::vector<std::string>{"model.json", "out.json", "report.html", "text"}));
+}
+
 // Losses of ranks that are threads of this process, for what the command was given.
 std::vector<double> losses_of_threads(int ranks, std::int64_t batch, const Config& config, const std::string& model,
                                       const std::string& text) {

@@ -164,7 +164,7 @@ TEST_F(Refusals, TextsThatCannotBeTrainedOn) {
 }
 
 TEST_F(Refusals, OutputsThatCannotBeWrittenBeforeAnythingIsTrained) {
-  for (const char* option : {"--json", "--log", "--trace"}) {
+  for (const char* option : {"--json", "--log", "--trace", "--report"}) {
     refused(train({option, scratch_.path() + "/absent/out"}), 2, {scratch_.path() + "/absent/out"});
     refused(train({option, scratch_.path()}), 2, {scratch_.path()});
     refused(train({option, "/proc/out"}), 2, {"/proc/out"});
@@ -181,12 +181,13 @@ TEST_F(Refusals, OutputsThatCannotBeWrittenBeforeAnythingIsTrained) {
 TEST_F(Refusals, OutputsThatWouldOverwriteOneAnotherOrWhatIsRead) {
   const std::string one = scratch_.path() + "/one";
   refused(train({"--json", one, "--trace", one}), 2, {"--trace", "--json"});
+  refused(train({"--json", one, "--report", one}), 2, {"--report", "--json"});
   refused(train({"--json", one, "--log", scratch_.path() + "/./one"}), 2, {"--log", "--json"});
   refused(train({"--json", scratch_.path() + "/states"}), 2, {"--json", "nvme.paths"});
   std::filesystem::create_symlink("text", scratch_.path() + "/link");
   std::filesystem::create_hard_link(data_, scratch_.path() + "/second name");
   const std::string before = read_file(data_);
-  for (const char* option : {"--json", "--log", "--trace"})
+  for (const char* option : {"--json", "--log", "--trace", "--report"})
     for (const char* name : {"/text", "/link", "/second name"})
       refused(train({option, scratch_.path() + name}), 2, {option, "--data"});
   EXPECT_EQ(read_file(data_), before);

@@ -9,6 +9,7 @@
 #include <ballast/base/error.h>
 #include <ballast/engine/config.h>
 #include <ballast/engine/report.h>
+#include <ballast/engine/timeline.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -298,6 +299,7 @@ class Engine {
   Stream adopt_stream(void* native_handle, std::string_view name);
   std::uint64_t layout_generation() const;          // addresses at a trace position are the same while this is
   Report report() const;                            // effective settings, bytes, times, peaks; cheap
+  Timeline timeline() const;                        // what ran when in the last steps: a copy of the log
   void write_trace(const std::string& path) const;  // what the last steps did, for Perfetto
   const Config& config() const;
 

@@ -11,6 +11,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace ballast::offload {
 
@@ -30,6 +31,14 @@ struct HostCall {
   void (*function)(void* context, std::uint64_t argument) = nullptr;
   void* context = nullptr;
   std::uint64_t argument = 0;
+};
+
+struct ClosureSpans {
+  struct Span {
+    std::uint64_t begin_ns = 0, end_ns = 0;
+  };
+  std::vector<Span> spans;
+  std::uint64_t complete_from_ns = 0;  // none that ended after this is missing
 };
 
 // Work in order. Every call returns at once unless it says otherwise; the queue is bounded, and a full one makes the
@@ -56,6 +65,9 @@ class Stream {
   // Time spent in closures so far, and how many ended; 0 where the device cannot tell. Any thread.
   virtual std::uint64_t closure_ns() const { return 0; }
   virtual std::uint64_t closures() const { return 0; }
+  // When closures ran: the last few thousand, oldest first, those that follow one another within 20 microseconds as
+  // one; empty where the device cannot tell. Times of std::chrono::steady_clock. Any thread.
+  virtual ClosureSpans closure_spans() const { return {}; }
 };
 
 class Device {
