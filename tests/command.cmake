@@ -7,6 +7,10 @@ ballast_add_test(config_test LABEL unit TIMEOUT 120
   LIBRARIES ballast_engine)
 target_compile_definitions(config_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
 
+ballast_add_test(deepspeed_test LABEL unit TIMEOUT 120
+  SOURCES unit/deepspeed_test.cc unit/learning_rate_test.cc LIBRARIES ballast_engine)
+target_compile_definitions(deepspeed_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+
 set(command_parts ${PROJECT_SOURCE_DIR}/bench/cli)
 ballast_add_test(command_parts_test LABEL unit TIMEOUT 120
   SOURCES unit/command_parts_test.cc integration/command_runner.cc

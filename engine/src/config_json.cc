@@ -3,6 +3,7 @@
 #include <ballast/base/error.h>
 #include <ballast/base/size.h>
 #include <ballast/engine/config.h>
+#include <ballast/engine/deepspeed.h>
 
 #include <algorithm>
 #include <array>
@@ -12,6 +13,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "deepspeed.h"
 #include "json_value.h"
 #include "nearest_key.h"
 
@@ -21,7 +23,7 @@ namespace {
 using json::Value;
 using Kind = Value::Kind;
 
-constexpr std::array<std::string_view, 34> kKeys = {"zero_stage",
+constexpr std::array<std::string_view, 49> kKeys = {"zero_stage",
                                                     "device",
                                                     "budget",
                                                     "budget.device",
@@ -47,7 +49,21 @@ constexpr std::array<std::string_view, 34> kKeys = {"zero_stage",
                                                     "optimizer.weight_decay",
                                                     "optimizer.timing",
                                                     "optimizer.clip_global_norm",
+                                                    "learning_rate_schedule",
+                                                    "learning_rate_schedule.type",
+                                                    "learning_rate_schedule.warmup_type",
+                                                    "learning_rate_schedule.warmup_min_lr",
+                                                    "learning_rate_schedule.warmup_max_lr",
+                                                    "learning_rate_schedule.warmup_min_ratio",
+                                                    "learning_rate_schedule.cos_min_ratio",
+                                                    "learning_rate_schedule.warmup_num_steps",
+                                                    "learning_rate_schedule.total_num_steps",
                                                     "loss_scale",
+                                                    "loss_scale.initial",
+                                                    "loss_scale.growth_steps",
+                                                    "loss_scale.hysteresis",
+                                                    "loss_scale.consecutive_hysteresis",
+                                                    "loss_scale.minimum",
                                                     "durability",
                                                     "durability.every",
                                                     "threads",
@@ -113,6 +129,12 @@ class Section {
     if (!number && value.kind == Kind::number) fail(name, value, "0 or further from 0 than 1e-307");
     if (!number) fail(name, value, "a number");
     return *number;
+  }
+  void boolean(std::string_view name, bool* out) {
+    const Value* value = find(name);
+    if (value == nullptr) return;
+    if (value->kind != Kind::boolean) fail(name, *value, "true or false");
+    *out = value->boolean;
   }
   void text(std::string_view name, std::string* out) {
     const Value* value = find(name);
@@ -215,6 +237,68 @@ void read_optimizer(Section section, Config::Optimizer* optimizer) {
   section.refuse_the_rest();
 }
 
+void read_schedule(const Value& value, Config::LearningRateSchedule* schedule) {
+  using Schedule = Config::LearningRateSchedule;
+  *schedule = Schedule{};
+  if (value.kind == Kind::string && value.text == "constant") return;
+  if (value.kind != Kind::object)
+    throw ConfigError(value.where + ": learning_rate_schedule must be \"constant\" or an object with a \"type\", not " +
+                      json::describe(value));
+  Section section(value, "learning_rate_schedule");
+  if (section.find("type") == nullptr)
+    throw ConfigError(value.where +
+                      ": learning_rate_schedule.type is missing: \"constant\", \"WarmupLR\", \"WarmupDecayLR\" or "
+                      "\"WarmupCosineLR\"");
+  section.text("type", &schedule->type);
+  section.text("warmup_type", &schedule->warmup_type);
+  section.number("warmup_min_lr", &schedule->warmup_min_lr);
+  if (const Value* most = section.find("warmup_max_lr")) schedule->warmup_max_lr = section.real("warmup_max_lr", *most);
+  section.number("warmup_min_ratio", &schedule->warmup_min_ratio);
+  section.number("cos_min_ratio", &schedule->cos_min_ratio);
+  constexpr std::int64_t kStepsMost = INT64_C(1) << 40;
+  section.integer("warmup_num_steps", 0, kStepsMost, &schedule->warmup_num_steps);
+  if (const Value* total = section.find("total_num_steps"))
+    schedule->total_num_steps = static_cast<std::uint64_t>(section.whole("total_num_steps", *total, 0, kStepsMost));
+  section.refuse_the_rest();
+  const bool cosine = schedule->type == "WarmupCosineLR";
+  for (const char* key : {"warmup_min_lr", "warmup_max_lr", "warmup_min_ratio", "cos_min_ratio", "total_num_steps"}) {
+    const std::string_view name = key;
+    const bool ratio = name.ends_with("ratio"), total = name == "total_num_steps";
+    const bool used = total ? schedule->type != "WarmupLR" : ratio == cosine;
+    if (const Value* given = value.find(key); given != nullptr && !used && schedule->type != "constant")
+      throw ConfigError(given->where + ": learning_rate_schedule." + key + " has no meaning with the type \"" +
+                        schedule->type + "\"; leave it out");
+  }
+}
+
+void read_loss_scale(const Value& value, Config::LossScale* loss_scale) {
+  using Scale = Config::LossScale;
+  *loss_scale = Scale{};
+  if (value.kind == Kind::string && value.text == "none") return;
+  loss_scale->kind = Scale::Kind::dynamic;
+  if (value.kind == Kind::string && value.text == "dynamic") return;
+  if (value.kind == Kind::number) {
+    loss_scale->kind = Scale::Kind::fixed;
+    const auto number = json::to_double(value.text);
+    if (!number)
+      throw ConfigError(value.where + ": loss_scale must be 0 or further from 0 than 1e-307, not " + value.text);
+    loss_scale->value = *number;
+    return;
+  }
+  if (value.kind != Kind::object)
+    throw ConfigError(value.where +
+                      ": loss_scale must be \"none\", \"dynamic\", a number above 0, or an object of a dynamic one's "
+                      "keys, not " +
+                      json::describe(value));
+  Section section(value, "loss_scale");
+  section.number("initial", &loss_scale->value);
+  section.integer("growth_steps", 1, INT64_C(1) << 31, &loss_scale->growth_steps);
+  section.integer("hysteresis", 1, 1000, &loss_scale->hysteresis);
+  section.boolean("consecutive_hysteresis", &loss_scale->consecutive_hysteresis);
+  section.number("minimum", &loss_scale->minimum);
+  section.refuse_the_rest();
+}
+
 void read_communication(Section section, Config::Communication* communication) {
   section.text("backend", &communication->backend);
   section.number("timeout_seconds", &communication->timeout_seconds);
@@ -239,18 +323,9 @@ Config from_value(const Value& value) {
     read_precision(Section(*precision, "precision"), &config.precision);
   if (const Value* optimizer = section.find("optimizer"))
     read_optimizer(Section(*optimizer, "optimizer"), &config.optimizer);
-  if (const Value* scale = section.find("loss_scale")) {
-    using Scale = Config::LossScale;
-    if (scale->kind == Kind::string && scale->text == "none") {
-      config.loss_scale = Scale{};
-    } else if (scale->kind == Kind::string && scale->text == "dynamic") {
-      config.loss_scale = Scale{Scale::Kind::dynamic};
-    } else if (scale->kind == Kind::number) {
-      config.loss_scale = Scale{Scale::Kind::fixed, section.real("loss_scale", *scale)};
-    } else {
-      section.fail("loss_scale", *scale, "\"none\", \"dynamic\" or a number above 0");
-    }
-  }
+  if (const Value* schedule = section.find("learning_rate_schedule"))
+    read_schedule(*schedule, &config.learning_rate_schedule);
+  if (const Value* scale = section.find("loss_scale")) read_loss_scale(*scale, &config.loss_scale);
   if (const Value* durability = section.find("durability")) {
     if (durability->kind == Kind::string && (durability->text == "none" || durability->text == "step")) {
       config.durability.every_steps = durability->text == "step" ? 1 : 0;
@@ -346,9 +421,16 @@ std::string size_text(std::uint64_t bytes) {
 Config Config::from_json(std::string_view text, const std::string& name,
                          const std::vector<std::pair<std::string, std::string>>& overrides) {
   Value root = json::parse(text, name);
+  std::shared_ptr<DeepSpeedFile> file;
+  if (deepspeed::recognised(root)) {
+    file = std::make_shared<DeepSpeedFile>();
+    file->name = name;
+    root = deepspeed::translate(root, file.get());
+  }
   if (root.kind == Kind::object)
     for (const auto& [key, value] : overrides) apply(&root, key, value);
   Config config = from_value(root);
+  config.deepspeed = std::move(file);
   try {
     config.validate();
   } catch (const ConfigError& error) {
@@ -393,12 +475,36 @@ std::string Config::to_json() const {
                           {"timing", to_string(optimizer.timing)},
                           {"clip_global_norm", nullptr}};
   if (optimizer.clip_global_norm) out["optimizer"]["clip_global_norm"] = *optimizer.clip_global_norm;
+  out["learning_rate_schedule"] = "constant";
+  if (const LearningRateSchedule& schedule = learning_rate_schedule; schedule.type != "constant") {
+    Json json{{"type", schedule.type},
+              {"warmup_type", schedule.warmup_type},
+              {"warmup_num_steps", schedule.warmup_num_steps}};
+    if (schedule.type == "WarmupCosineLR") {
+      json["warmup_min_ratio"] = schedule.warmup_min_ratio;
+      json["cos_min_ratio"] = schedule.cos_min_ratio;
+    } else {
+      json["warmup_min_lr"] = schedule.warmup_min_lr;
+      if (schedule.warmup_max_lr) json["warmup_max_lr"] = *schedule.warmup_max_lr;
+    }
+    if (schedule.type != "WarmupLR" && schedule.total_num_steps) json["total_num_steps"] = *schedule.total_num_steps;
+    out["learning_rate_schedule"] = std::move(json);
+  }
   switch (loss_scale.kind) {
     case LossScale::Kind::none:
       out["loss_scale"] = "none";
       break;
     case LossScale::Kind::dynamic:
-      out["loss_scale"] = "dynamic";
+      out["loss_scale"] = Json{{"initial", loss_scale.value},
+                               {"growth_steps", loss_scale.growth_steps},
+                               {"hysteresis", loss_scale.hysteresis},
+                               {"consecutive_hysteresis", loss_scale.consecutive_hysteresis},
+                               {"minimum", loss_scale.minimum}};
+      if (LossScale plain{LossScale::Kind::dynamic};
+          loss_scale.value == plain.value && loss_scale.growth_steps == plain.growth_steps &&
+          loss_scale.hysteresis == plain.hysteresis && loss_scale.minimum == plain.minimum &&
+          loss_scale.consecutive_hysteresis == plain.consecutive_hysteresis)
+        out["loss_scale"] = "dynamic";
       break;
     case LossScale::Kind::fixed:
       out["loss_scale"] = loss_scale.value;

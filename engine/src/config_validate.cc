@@ -75,6 +75,34 @@ void validate_optimizer(const Config::Optimizer& optimizer) {
              "a finite number above 0 (null for no clipping)");
 }
 
+void validate_schedule(const Config::LearningRateSchedule& schedule) {
+  one_of("learning_rate_schedule.type", schedule.type, {"constant", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"});
+  one_of("learning_rate_schedule.warmup_type", schedule.warmup_type, {"log", "linear"});
+  for (const auto& [key, value] : {std::pair{"learning_rate_schedule.warmup_min_lr", schedule.warmup_min_lr},
+                                   {"learning_rate_schedule.warmup_max_lr", schedule.warmup_max_lr.value_or(0)},
+                                   {"learning_rate_schedule.warmup_min_ratio", schedule.warmup_min_ratio},
+                                   {"learning_rate_schedule.cos_min_ratio", schedule.cos_min_ratio}})
+    in_range(key, value, value >= 0, "a finite number, 0 or more");
+  if (schedule.type != "WarmupCosineLR" || !schedule.total_num_steps) return;
+  const std::uint64_t warmup = std::max<std::uint64_t>(2, schedule.warmup_num_steps);
+  require(*schedule.total_num_steps > warmup,
+          "learning_rate_schedule.total_num_steps is " + std::to_string(*schedule.total_num_steps) +
+              ", which leaves WarmupCosineLR no step after its warm-up of " + std::to_string(warmup) +
+              "; set more of them, or a smaller learning_rate_schedule.warmup_num_steps");
+}
+
+void validate_loss_scale(const Config::LossScale& scale) {
+  if (scale.kind == Config::LossScale::Kind::none) return;
+  in_range("loss_scale", scale.value, scale.value > 0,
+           "\"none\", \"dynamic\", an object of a dynamic one's keys, or a finite number above 0");
+  if (scale.kind == Config::LossScale::Kind::fixed) return;
+  require(scale.growth_steps >= 1, "loss_scale.growth_steps must be 1 or more, not 0");
+  require(scale.hysteresis >= 1 && scale.hysteresis <= 1000,
+          "loss_scale.hysteresis must be from 1 to 1000, not " + std::to_string(scale.hysteresis));
+  in_range("loss_scale.minimum", scale.minimum, scale.minimum > 0 && scale.minimum <= scale.value,
+           "above 0 and at most the initial scale");
+}
+
 }  // namespace
 
 std::string_view to_string(DataType type) {
@@ -137,8 +165,8 @@ void Config::validate() const {
   validate_nvme(nvme);
   require(precision.gradients != DataType::fp16, "precision.gradients must be \"fp32\" or \"bf16\", not \"fp16\"");
   validate_optimizer(optimizer);
-  if (loss_scale.kind != LossScale::Kind::none)
-    in_range("loss_scale", loss_scale.value, loss_scale.value > 0, "\"none\", \"dynamic\" or a finite number above 0");
+  validate_schedule(learning_rate_schedule);
+  validate_loss_scale(loss_scale);
   if (optimizer.timing == Timing::eager) {
     require(!optimizer.clip_global_norm,
             "optimizer.timing \"eager\" updates before the global norm is known, so it cannot go with "

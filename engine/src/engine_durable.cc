@@ -22,6 +22,7 @@ std::string fingerprint(const Config& config) {
   nlohmann::ordered_json kept;
   for (const char* section : {"precision", "optimizer", "loss_scale"}) kept[section] = all.at(section);
   kept["optimizer"].erase("timing");
+  if (all.at("learning_rate_schedule").is_object()) kept["learning_rate_schedule"] = all.at("learning_rate_schedule");
   return kept.dump();
 }
 

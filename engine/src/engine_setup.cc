@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/check.h>
 #include <ballast/base/size.h>
+#include <ballast/engine/deepspeed.h>
+#include <ballast/engine/deepspeed.h>
 #include <ballast/kernels/convert.h>
 #include <ballast/offload/device_registry.h>
 #include <unistd.h>
@@ -40,6 +42,7 @@ std::uint64_t most_chunk_bytes(const engine::Layout& layout) {
 EngineImplementation::EngineImplementation(const Config& config, EngineEnvironment environment)
     : config_(config), environment_(std::move(environment)), loss_scaler_(config.loss_scale) {
   config_.validate();
+  (void)config_.learning_rate(0);  // may lack what it needs
   hooks_ = static_cast<engine::TestHooks*>(environment_.test_hooks.get());
   if (environment_.device) {
     device_ = std::static_pointer_cast<offload::Device>(environment_.device);
@@ -57,6 +60,10 @@ EngineImplementation::EngineImplementation(const Config& config, EngineEnvironme
   owner_process_ = ::getpid();
   exceptions_before_ = std::uncaught_exceptions();
   const std::string& backend = config_.communication.backend;
+  const bool first = !environment_.communicator || environment_.communicator->rank() == 0;
+  if (config_.deepspeed && first && environment_.log)
+    if (const std::string text = config_.deepspeed->without_meaning(); !text.empty())
+      environment_.log(LogLevel::warning, text);
   if (!environment_.communicator && backend != "auto" && backend != "single") {
     throw ConfigError("communication.backend is \"" + backend +
                       "\": hand its communicator in with EngineEnvironment (make_mpi_communicator, for \"mpi\")");

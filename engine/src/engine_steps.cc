@@ -91,7 +91,7 @@ double EngineImplementation::learning_rate(int group) const {
   for (const GroupRate& rate : step_.options.group_rates) {
     if (rate.group == group) return rate.learning_rate;
   }
-  return step_.options.learning_rate.value_or(config_.optimizer.learning_rate);
+  return step_.options.learning_rate ? *step_.options.learning_rate : config_.learning_rate(steps_updated_);
 }
 
 double EngineImplementation::weight_decay(int group) const {

@@ -57,4 +57,10 @@ std::string_view nearest_key(std::string_view unknown, std::span<const std::stri
   return best;
 }
 
+bool is_misspelling(std::string_view unknown, std::string_view known) {
+  const auto [section, name] = split(unknown);
+  const auto [known_section, known_name] = split(known);
+  return section == known_section && name.size() >= 6 && name.size() <= 200 && distance(name, known_name) <= 8;
+}
+
 }  // namespace ballast

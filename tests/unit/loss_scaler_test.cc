@@ -9,7 +9,9 @@
 namespace ballast::engine {
 namespace {
 
-Config::LossScale dynamic(double start) { return {Config::LossScale::Kind::dynamic, start}; }
+Config::LossScale dynamic(double start, std::uint32_t growth_steps = 2000) {
+  return {Config::LossScale::Kind::dynamic, start, growth_steps};
+}
 
 TEST(LossScalerTest, EachOverflowHalvesOnceDownToOneAndThenBecomesAnError) {
   LossScaler scaler(dynamic(65536));
@@ -23,7 +25,7 @@ TEST(LossScalerTest, EachOverflowHalvesOnceDownToOneAndThenBecomesAnError) {
 }
 
 TEST(LossScalerTest, GrowsByTwoAfterGoodStepsInARowOnly) {
-  LossScaler scaler(dynamic(1024), 3);
+  LossScaler scaler(dynamic(1024, 3));
   scaler.good_step();
   scaler.good_step();
   EXPECT_EQ(scaler.scale(), 1024);
@@ -38,6 +40,49 @@ TEST(LossScalerTest, GrowsByTwoAfterGoodStepsInARowOnly) {
   EXPECT_EQ(scaler.scale(), 1024) << "the overflow began the row anew";
   scaler.good_step();
   EXPECT_EQ(scaler.scale(), 2048);
+}
+
+// DeepSpeed's delayed_shift: of so many overflows since the last doubling all but the last leave the scale alone.
+TEST(LossScalerTest, WithAHysteresisTheFirstOverflowsOnlyCount) {
+  Config::LossScale config = dynamic(1024, 3);
+  config.hysteresis = 3;
+  config.minimum = 256;
+  LossScaler scaler(config);
+  scaler.overflow();
+  scaler.good_step();
+  scaler.overflow();
+  EXPECT_EQ(scaler.scale(), 1024);
+  LossScaler resumed(config);
+  resumed.restore(scaler.state());
+  resumed.overflow();
+  EXPECT_EQ(resumed.scale(), 512) << "what was borne is part of the state";
+  scaler.overflow();
+  scaler.overflow();
+  EXPECT_EQ(scaler.scale(), 256);
+  scaler.overflow();
+  EXPECT_EQ(scaler.scale(), 256) << "the minimum";
+  for (int i = 0; i < 3; ++i) scaler.good_step();
+  EXPECT_EQ(scaler.scale(), 512);
+  scaler.overflow();
+  scaler.overflow();
+  EXPECT_EQ(scaler.scale(), 512) << "counted anew after a doubling";
+  scaler.overflow();
+  EXPECT_EQ(scaler.scale(), 256);
+}
+
+TEST(LossScalerTest, AConsecutiveHysteresisIsCountedAnewAfterEveryGoodStep) {
+  Config::LossScale config = dynamic(1024, 100);
+  config.hysteresis = 2;
+  config.consecutive_hysteresis = true;
+  LossScaler scaler(config);
+  for (int i = 0; i < 5; ++i) {
+    scaler.overflow();
+    scaler.good_step();
+  }
+  EXPECT_EQ(scaler.scale(), 1024);
+  scaler.overflow();
+  scaler.overflow();
+  EXPECT_EQ(scaler.scale(), 512);
 }
 
 TEST(LossScalerTest, AGoodStepForgetsOverflowsAtOne) {
@@ -67,7 +112,7 @@ TEST(LossScalerTest, AFixedScaleStaysAndNoneIsOne) {
 }
 
 TEST(LossScalerTest, GrowthStopsBeforeTheScaleOverflows) {
-  LossScaler scaler(dynamic(1), 1);
+  LossScaler scaler(dynamic(1, 1));
   for (int k = 0; k < 5000; ++k) scaler.good_step();
   EXPECT_EQ(scaler.scale(), 0x1p60);
 }

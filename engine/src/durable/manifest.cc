@@ -184,7 +184,8 @@ std::vector<std::byte> encode_manifest(std::span<const std::byte> layout, const 
   out.blob(layout);
   out.number(manifest.loss_scale.scale);
   out.number(manifest.loss_scale.good_steps);
-  out.number(manifest.loss_scale.overflows_at_one);
+  // At most 20 of the one and 1,000 of the other; manifests from before there was the other read the same.
+  out.number(manifest.loss_scale.overflows_at_one | manifest.loss_scale.overflows_borne << 16);
   out.blob(manifest.user_bytes);
   for (const std::vector<std::uint64_t>& counts : manifest.step_counts) {
     for (const std::uint64_t count : counts) out.number(count);
@@ -218,7 +219,9 @@ void decode_manifest(std::span<const std::byte> bytes, const std::string& name, 
   if (!inner.empty()) in.fail("its layout is followed by something");
   manifest->loss_scale.scale = in.number<double>();
   manifest->loss_scale.good_steps = in.number<std::uint32_t>();
-  manifest->loss_scale.overflows_at_one = in.number<std::uint32_t>();
+  const auto overflows = in.number<std::uint32_t>();
+  manifest->loss_scale.overflows_at_one = overflows & 0xFFFF;
+  manifest->loss_scale.overflows_borne = overflows >> 16;
   manifest->user_bytes = in.blob();
   manifest->step_counts.clear();
   for (const StoredLayout::Unit& unit : layout->units) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -11,6 +12,8 @@
 #include <vector>
 
 namespace ballast {
+
+struct DeepSpeedFile;  // <ballast/engine/deepspeed.h>
 
 enum class DataType : std::uint8_t { bf16, fp16, fp32 };
 enum class MomentType : std::uint8_t { fp32, bf16 };
@@ -58,9 +61,28 @@ struct Config {
     Timing timing = Timing::automatic;
     std::optional<double> clip_global_norm = 1.0;
   } optimizer;
+  // DeepSpeed's schedules, by its names: functions of the number of updates made before, so that a run that is gone on
+  // with has the same rates. Discarded steps do not count.
+  struct LearningRateSchedule {
+    std::string type = "constant";        // constant | WarmupLR | WarmupDecayLR | WarmupCosineLR
+    std::string warmup_type = "log";      // log | linear
+    double warmup_min_lr = 0;             // WarmupLR, WarmupDecayLR
+    std::optional<double> warmup_max_lr;  // the same; nothing: optimizer.learning_rate
+    double warmup_min_ratio = 0;          // WarmupCosineLR: of optimizer.learning_rate, as is the next
+    double cos_min_ratio = 0.0001;
+    std::uint64_t warmup_num_steps = 1000;
+    std::optional<std::uint64_t> total_num_steps;  // WarmupDecayLR and WarmupCosineLR must have it when training begins
+    bool needs_total() const { return (type == "WarmupDecayLR" || type == "WarmupCosineLR") && !total_num_steps; }
+  } learning_rate_schedule;
   struct LossScale {
     enum class Kind : std::uint8_t { none, dynamic, fixed } kind = Kind::none;
     double value = 65536.0;  // the fixed scale, or where a dynamic one starts
+    // Of a dynamic one: doubled after so many good steps in a row; lowered by the hysteresis-th overflow (counted anew
+    // after a doubling, or after every good step where `consecutive_hysteresis`) and every further one; never below.
+    std::uint32_t growth_steps = 2000;
+    std::uint32_t hysteresis = 1;
+    bool consecutive_hysteresis = false;
+    double minimum = 1;
   } loss_scale;
   struct Durability {
     std::uint64_t every_steps = 0;  // 0: none
@@ -71,7 +93,14 @@ struct Config {
     double timeout_seconds = 300;
     int shard_group_size = 0;
   } communication;
+  // Where the configuration was read from a DeepSpeed file: what became of each of its keys. No part of to_json().
+  std::shared_ptr<const DeepSpeedFile> deepspeed;
 
+  // The rate of the update that `updates` were made before: optimizer.learning_rate, or what the schedule says.
+  // Throws ConfigError where that needs total_num_steps and has none.
+  double learning_rate(std::uint64_t updates) const;
+
+  // A DeepSpeed configuration is read too, recognised by its keys.
   // Throws ConfigError naming the file, the key, the value and the range, or the nearest known key.
   static Config from_file(const std::string& path);
   static Config from_json(std::string_view text, const std::string& name = "configuration");
