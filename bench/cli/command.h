@@ -34,6 +34,9 @@ Command add_bench_collective(CLI::App& bench);
 class EngineOptions {
  public:
   void add_to(CLI::App& parser, bool engine_required);
+  // --explain, for the subcommands that say things without running anything: load() then prints what became of each
+  // key of a DeepSpeed configuration.
+  void add_explain(CLI::App& parser);
   // Throws ConfigError.
   Config load() const;
   const std::string& path() const { return path_; }
@@ -41,6 +44,7 @@ class EngineOptions {
  private:
   std::string path_;
   std::vector<std::string> settings_;
+  bool explain_ = false;
 };
 
 // Accepts 0 to 2^64 - 1 in digits (the parser itself would take what is larger for the largest).

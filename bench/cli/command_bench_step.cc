@@ -489,7 +489,9 @@ int measure(Options options, Config config, const std::shared_ptr<Communicator>&
 }
 
 int run(const Options& options) {
-  const Config config = options.engine.load();
+  Config config = options.engine.load();
+  if (config.learning_rate_schedule.needs_total())
+    config.learning_rate_schedule.total_num_steps = std::uint64_t{1} << 40;  // its rates train nothing
   if (!options.checkpoint.empty() && config.durability.every_steps != 1)
     throw ConfigError("--checkpoint measures a save beside training, which needs durable steps: --set durability=step");
   return run_on_ranks(config,

@@ -58,6 +58,7 @@ Command add_doctor(CLI::App& app) {
   CLI::App* parser =
       app.add_subcommand("doctor", "Examine this machine: rings, limits, direct I/O, memory, CPUs, GPUs");
   options->engine.add_to(*parser, false);
+  options->engine.add_explain(*parser);
   parser->add_option("--json", options->json, "Write the findings to FILE")->type_name("FILE");
   return {parser, [options] { return run(*options); }};
 }

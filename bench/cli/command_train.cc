@@ -3,6 +3,7 @@
 #include <ballast/base/error.h>
 #include <ballast/base/size.h>
 #include <ballast/engine/checkpoint.h>
+#include <ballast/engine/deepspeed.h>
 #include <ballast/engine/engine.h>
 #include <ballast/offload/topology.h>
 #include <unistd.h>
@@ -34,11 +35,15 @@ using Clock = std::chrono::steady_clock;
 
 struct Options {
   EngineOptions engine;
-  std::string model, data;
+  std::string model;
+  std::vector<std::string> data, validation_data;
+  std::string tokens;
+  double validation_split = 0;
+  std::int64_t validate_every = 0, validation_batches = 4;
   std::int64_t steps = 100;
   std::optional<std::int64_t> batch;
   std::int64_t sequence = 128;
-  std::int64_t micro_batches = 1;
+  std::optional<std::int64_t> micro_batches;
   std::string order = "horizontal";
   std::optional<double> learning_rate;
   std::uint64_t seed = 0;
@@ -59,13 +64,23 @@ void admit_memory(std::uint64_t bytes) {
                   " of memory that are free; take a smaller --batch or --sequence, or more --micro-batches");
 }
 
-gpt::TrainSettings settings_of(const Options& options, Communicator& ranks) {
+// What is not given on the command line, a DeepSpeed configuration may say.
+void take_batch(const Options& options, const Config& config, gpt::TrainSettings* settings) {
+  const int ranks = settings->world_size;
+  DeepSpeedFile::Batch file;
+  if (config.deepspeed && !(options.batch && options.micro_batches)) file = config.deepspeed->batch(ranks);
+  if (options.micro_batches && file.sequences && config.deepspeed->train_micro_batch_size_per_gpu)
+    file.sequences = *config.deepspeed->train_micro_batch_size_per_gpu * *options.micro_batches * ranks;
+  settings->micro_batches = options.micro_batches.value_or(file.micro_batches.value_or(1));
+  settings->batch = options.batch.value_or(file.sequences.value_or(4 * settings->micro_batches * ranks));
+}
+
+gpt::TrainSettings settings_of(const Options& options, const Config& config, Communicator& ranks) {
   gpt::TrainSettings settings;
   settings.world_size = ranks.world_size();
   settings.rank = ranks.rank();
   settings.threads = threads_of_maths(ranks);
-  settings.micro_batches = options.micro_batches;
-  settings.batch = options.batch.value_or(4 * options.micro_batches * ranks.world_size());
+  take_batch(options, config, &settings);
   settings.sequence = options.sequence;
   settings.order = options.order == "vertical" ? gpt::MicroBatchOrder::vertical : gpt::MicroBatchOrder::horizontal;
   settings.seed = options.seed;
@@ -76,21 +91,35 @@ gpt::TrainSettings settings_of(const Options& options, Communicator& ranks) {
 void check(const Options& options) {
   if (options.every != 0 && options.checkpoint.empty())
     throw ConfigError("--every says how often to save, and nothing says where: give --checkpoint DIR");
+  if (options.validate_every == 0 && !options.validation_data.empty())
+    throw ConfigError("--validation-data says on what to validate, and nothing says when: give --validate-every N");
+  if (options.validation_split > 0 && !options.validation_data.empty())
+    throw ConfigError("--validation-data and --validation-split exclude each other");
   if (options.resume && options.overwrite) throw ConfigError("--resume and --overwrite exclude each other");
   if (options.learning_rate &&
       !(std::isfinite(static_cast<float>(*options.learning_rate)) && *options.learning_rate >= 0))
     throw ConfigError("--learning-rate must be a finite number, 0 or more");
 }
 
+// The data that is kept from training, or that training draws from, too; and the losses on it.
+struct Validation {
+  std::shared_ptr<const gpt::TokenData> data;  // nothing: the training data
+  std::string unit = "byte";
+  std::vector<std::uint64_t> steps;  // after which, counted from the run's beginning
+  std::vector<double> losses;
+};
+
 std::string of_budget(std::uint64_t peak, std::uint64_t budget) {
   return base::format_size(peak) + " of " + base::format_size(budget);
 }
 
-void print_opening(const Options& options, const Report& report, const gpt::ByteData& data,
+void print_opening(const Options& options, const Report& report, const gpt::TokenData& data,
                    const gpt::GptTrainer& trainer) {
+  const std::string size = data.type() == gpt::TokenType::u8 ? base::format_size(data.tokens())
+                                                             : count_text(static_cast<double>(data.tokens())) +
+                                                                   " tokens of " + to_string(data.type());
   std::printf("%s: %s parameters; %s: %s\n", options.model.c_str(),
-              count_text(static_cast<double>(report.parameters)).c_str(), options.data.c_str(),
-              base::format_size(data.bytes()).c_str());
+              count_text(static_cast<double>(report.parameters)).c_str(), data.path().c_str(), size.c_str());
   std::printf("device %s, placement %s, timing %s, %d engine thread%s, ZeRO stage %d", report.device.c_str(),
               report.placement.c_str(), report.timing.c_str(), report.threads, report.threads == 1 ? "" : "s",
               report.zero_stage);
@@ -103,7 +132,7 @@ void print_opening(const Options& options, const Report& report, const gpt::Byte
   std::fflush(stdout);
 }
 
-void print_closing(const RunRecord& record) {
+void print_closing(const RunRecord& record, const Validation& validation) {
   const Report& report = record.end;
   if (record.steps.empty()) {
     std::printf("all %llu steps had been made before\n", static_cast<unsigned long long>(record.first_step));
@@ -116,8 +145,8 @@ void print_closing(const RunRecord& record) {
   const double parameters = static_cast<double>(report.parameters) / report.world_size;  // of this rank
   const auto per_parameter = [&](Lane lane) { return fixed_text(record.bytes_per_step(lane) / parameters, 2); };
   std::vector<std::pair<std::string, std::string>> rows = {
-      {"loss, nats per byte", fixed_text(record.steps.front().loss, 3) + " -> " + fixed_text(recent, 3) +
-                                  " (mean of the last " + std::to_string(last) + ")"},
+      {"loss, nats per " + validation.unit, fixed_text(record.steps.front().loss, 3) + " -> " + fixed_text(recent, 3) +
+                                                " (mean of the last " + std::to_string(last) + ")"},
       {"tokens/s", fixed_text(record.tokens_per_second(), 0)},
       {"NVMe bytes per parameter and step",
        per_parameter(Lane::nvme_read) + " read + " + per_parameter(Lane::nvme_write) + " written"},
@@ -126,6 +155,10 @@ void print_closing(const RunRecord& record) {
       {"peak device memory", of_budget(report.peak_device_bytes, report.budget_device_bytes)},
       {"peak host memory", of_budget(report.peak_host_bytes, report.budget_host_bytes)},
       {"peak resident set", base::format_size(peak_resident_bytes())}};
+  if (!validation.losses.empty())
+    rows.insert(rows.begin() + 1,
+                {"validation loss, nats per " + validation.unit,
+                 fixed_text(validation.losses.front(), 3) + " -> " + fixed_text(validation.losses.back(), 3)});
   if (record.rates)
     rows.push_back({"NVMe rates measured at start", rate_text(record.rates->read_bytes_per_second) + " read, " +
                                                         rate_text(record.rates->write_bytes_per_second) + " written, " +
@@ -157,12 +190,15 @@ std::optional<StorageRates> rates_of(const Config& config, const std::string& ba
   }
 }
 
-std::string log_line(std::uint64_t index, const StepRecord& step, bool updated) {
+std::string log_line(std::uint64_t index, const StepRecord& step, bool updated, bool scheduled,
+                     std::optional<double> validation_loss) {
   nlohmann::ordered_json line;
   line["step"] = index;
   line["loss"] = finite_or_null(step.loss);
   line["grad_norm"] = finite_or_null(step.grad_norm);
   line["seconds"] = finite_or_null(step.seconds);
+  if (scheduled) line["learning_rate"] = step.learning_rate;
+  if (validation_loss) line["validation_loss"] = finite_or_null(*validation_loss);
   if (!updated) line["discarded"] = true;
   return line.dump();
 }
@@ -207,9 +243,17 @@ void save_due(const Options& options, Engine& engine, std::uint64_t steps, bool 
   }
 }
 
+// The same batches every time, over all ranks.
+double validate(const Options& options, Communicator& ranks, gpt::GptTrainer& trainer, const gpt::TokenData* data) {
+  double sum = 0;
+  for (std::int64_t i = 0; i < options.validation_batches; ++i)
+    sum += agree(ranks, trainer.evaluate(static_cast<std::uint64_t>(i), data), InterruptGuard::seen()).mean;
+  return sum / static_cast<double>(options.validation_batches);
+}
+
 // Runs the steps. Throws Interrupted between two of them.
 void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt::GptTrainer& trainer, LineLog& log,
-               Progress& progress, RunRecord* record) {
+               Progress& progress, RunRecord* record, Validation* validation) {
   const std::uint64_t first = record->first_step;
   const auto all = static_cast<std::uint64_t>(options.steps);
   const std::size_t steps = all > first ? all - first : 0;
@@ -220,6 +264,7 @@ void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt:
   if (const Agreed agreed = agree(ranks, 0, InterruptGuard::seen()); agreed.signal != 0)
     throw Interrupted(agreed.signal);
   const std::size_t steady_from = warm_up_steps(steps), timed_from = steady_from + lead_in_steps(steps - steady_from);
+  const bool scheduled = engine.config().learning_rate_schedule.type != "constant" && !options.learning_rate;
   Report timed_begin = record->steady_begin;
   double timed_seconds = 0;
   // A committed step may be gone on from whose checkpoint was never complete.
@@ -236,10 +281,19 @@ void run_steps(const Options& options, Communicator& ranks, Engine& engine, gpt:
     const std::uint64_t begin_ns = now_ns();
     const gpt::StepResult result = trainer.step(first + i, options.learning_rate);
     const Agreed agreed = agree(ranks, result.loss, InterruptGuard::seen());
-    const StepRecord step{agreed.mean, result.grad_norm, since(step_begin), {begin_ns, now_ns()}, i >= timed_from};
+    const StepRecord step{agreed.mean,          result.grad_norm, since(step_begin),
+                          {begin_ns, now_ns()}, i >= timed_from,  result.learning_rate};
     record->steps.push_back(step);
     if (i >= timed_from) timed_seconds += step.seconds;
-    log.append(log_line(first + i, step, result.updated));
+    std::optional<double> validation_loss;
+    if (options.validate_every > 0 && (first + i + 1) % static_cast<std::uint64_t>(options.validate_every) == 0) {
+      const Clock::time_point validation_begin = Clock::now();
+      validation_loss = validate(options, ranks, trainer, validation->data.get());
+      validation->steps.push_back(first + i + 1);
+      validation->losses.push_back(*validation_loss);
+      if (i >= timed_from) timed_seconds += since(validation_begin);  // its bytes count, too
+    }
+    log.append(log_line(first + i, step, result.updated, scheduled, validation_loss));
     progress.update(progress_line(first + i + 1, i + 1, steps, step, since(begin), record->tokens_per_step),
                     i + 1 == steps);
     save_due(options, engine, first + i + 1, i + 1 == steps, progress);
@@ -294,13 +348,56 @@ void require_none_later(const std::string& given) {
                     "copy this one into a folder of its own");
 }
 
+// Each is a file, or several with commas between.
+std::vector<std::string> files_of(const std::vector<std::string>& given) {
+  std::vector<std::string> files;
+  for (const std::string& each : given) {
+    std::error_code error;
+    if (std::filesystem::exists(each, error)) {
+      files.push_back(each);
+      continue;
+    }
+    for (std::size_t begin = 0; begin <= each.size();) {
+      const std::size_t end = std::min(each.find(',', begin), each.size());
+      files.push_back(each.substr(begin, end - begin));
+      begin = end + 1;
+    }
+  }
+  return files;
+}
+
+std::optional<gpt::TokenType> token_type(const std::string& name) {
+  for (const gpt::TokenType type : {gpt::TokenType::u8, gpt::TokenType::u16, gpt::TokenType::u32})
+    if (to_string(type) == name) return type;
+  return {};
+}
+
 int train(Options options, const Config& config, const std::shared_ptr<Communicator>& ranks) {
   const gpt::GptShape shape = gpt::GptShape::from_file(options.model);
-  const gpt::TrainSettings settings = settings_of(options, *ranks);
+  const gpt::TrainSettings settings = settings_of(options, config, *ranks);
   settings.validate(shape);
-  const auto data = gpt::ByteData::open(options.data);
-  data->require_sequence(settings.sequence);
-  NamedPaths others = {{"--model", options.model}, {"--engine", options.engine.path()}, {"--data", options.data}};
+  const std::vector<std::string> paths = files_of(options.data);
+  const std::optional<gpt::TokenType> type = token_type(options.tokens);
+  const auto data = gpt::TokenData::open(paths, type, {.held_out = options.validation_split});
+  Validation validation;
+  validation.unit = data->type() == gpt::TokenType::u8 ? "byte" : "token";
+  if (!options.validation_data.empty()) {
+    validation.data = gpt::TokenData::open(files_of(options.validation_data), data->type(), {});
+  } else if (options.validation_split > 0) {
+    validation.data = gpt::TokenData::open(paths, type, {.held_out = options.validation_split, .of_held_out = true});
+  } else if (options.validate_every > 0) {
+    std::printf(
+        "note: validation draws from the training data; --validation-split 0.1 keeps the last tenth out of training, "
+        "--validation-data FILE names other data\n");
+  }
+  for (const gpt::TokenData* each : {data.get(), validation.data.get()}) {
+    if (each == nullptr) continue;
+    each->require_sequence(settings.sequence);
+    each->require_below(shape.vocabulary);
+  }
+  NamedPaths others = {{"--model", options.model}, {"--engine", options.engine.path()}};
+  for (const std::string& path : paths) others.emplace_back("--data", path);
+  for (const std::string& path : files_of(options.validation_data)) others.emplace_back("--validation-data", path);
   for (const std::string& path : config.nvme.paths) others.emplace_back("nvme.paths", path);
   require_distinct(
       {{"--json", options.json}, {"--trace", options.trace}, {"--report", options.report}, {"--log", options.log}},
@@ -353,7 +450,7 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
   if (plan.nvme_stored_bytes > 0) record.rates = rates_of(config, plan.io_backend, *ranks);
 
   try {
-    run_steps(options, *ranks, engine, trainer, log, progress, &record);
+    run_steps(options, *ranks, engine, trainer, log, progress, &record, &validation);
   } catch (const Interrupted& interrupted) {
     progress.finish();
     try {
@@ -364,7 +461,7 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
     throw Interrupted(interrupted.signal(), " after step " + std::to_string(record.first_step + record.steps.size()));
   }
   gather_seconds(*ranks, record);
-  print_closing(record);
+  print_closing(record, validation);
   RunReport run{.title = "ballast train, " + std::filesystem::path(options.model).filename().string()};
   explain(engine, record, &run);
   print_limit(run);
@@ -377,12 +474,18 @@ int train(Options options, const Config& config, const std::shared_ptr<Communica
     out = to_json(record);
     out["limit"] = to_json(run.limit);
     out["model"] = options.model;
-    out["data"] = options.data;
+    out["data"] = data->path();
+    out["tokens"] = to_string(data->type());
     out["batch"] = settings.batch;
     out["sequence"] = settings.sequence;
     out["micro_batches"] = settings.micro_batches;
     out["order"] = options.order;
     out["seed"] = settings.seed;
+    for (const StepRecord& step : record.steps) out["learning_rates"].push_back(step.learning_rate);
+    if (record.steps.empty()) out["learning_rates"] = nlohmann::ordered_json::array();
+    out["validation_steps"] = validation.steps;
+    out["validation_losses"] = nlohmann::ordered_json::array();
+    for (const double loss : validation.losses) out["validation_losses"].push_back(finite_or_null(loss));
     out["configuration"] = nlohmann::ordered_json::parse(config.to_json());
     publish(run, json_file, report_file);
   }
@@ -398,6 +501,10 @@ int run(const Options& options) {
         "GPU, and so does a trainer of your own)");
   }
   config.device = "host";  // what "auto" means for this trainer
+  if (config.learning_rate_schedule.needs_total()) {
+    config.learning_rate_schedule.total_num_steps = static_cast<std::uint64_t>(options.steps);
+    config.validate();
+  }
   return run_on_ranks(config,
                       [&](const std::shared_ptr<Communicator>& ranks) { return train(options, config, ranks); });
 }
@@ -409,7 +516,14 @@ Command add_train(CLI::App& app) {
   CLI::App* parser = app.add_subcommand("train", "Train a GPT on the bytes of a file");
   parser->add_option("--model", options->model, "Shape of the model, JSON")->type_name("FILE")->required();
   options->engine.add_to(*parser, true);
-  parser->add_option("--data", options->data, "The text; its bytes are the tokens")->type_name("FILE")->required();
+  parser->add_option("--data", options->data, "The text, whose bytes are the tokens; may repeat, or be a,b,c")
+      ->type_name("FILE")
+      ->allow_extra_args(false)
+      ->required();
+  parser
+      ->add_option("--tokens", options->tokens,
+                   "u8: bytes; u16 or u32: ids, as nanoGPT and llm.c write them (u8, or as llm.c's header says)")
+      ->check(CLI::IsMember({"u8", "u16", "u32"}));
   const auto positive = CLI::Range(std::int64_t{1}, std::int64_t{1} << 40).description("");  // told when it is broken
   parser->add_option("--steps", options->steps, "Optimizer steps")
       ->type_name("N")
@@ -424,14 +538,14 @@ Command add_train(CLI::App& app) {
       ->type_name("T")
       ->check(positive)
       ->capture_default_str();
-  parser->add_option("--micro-batches", options->micro_batches, "Parts that a step's batch is computed in")
+  parser->add_option("--micro-batches", options->micro_batches, "Parts that a step's batch is computed in (1)")
       ->type_name("K")
-      ->check(positive)
-      ->capture_default_str();
+      ->check(positive);
   parser->add_option("--order", options->order, "horizontal: one micro-batch after another; vertical: layer by layer")
       ->check(CLI::IsMember({"horizontal", "vertical"}))
       ->capture_default_str();
-  parser->add_option("--learning-rate", options->learning_rate, "Instead of optimizer.learning_rate")->type_name("LR");
+  parser->add_option("--learning-rate", options->learning_rate, "Constant, instead of the configuration's")
+      ->type_name("LR");
   parser->add_option("--seed", options->seed, "Of the initial parameters and of the batches")
       ->type_name("S")
       ->check(whole_number())
@@ -447,6 +561,21 @@ Command add_train(CLI::App& app) {
                    "none");
   parser->add_flag("--overwrite", options->overwrite,
                    "Remove a committed run under nvme.paths, and the checkpoints in --checkpoint");
+  parser->add_option("--validate-every", options->validate_every, "Steps between losses on validation data")
+      ->type_name("N")
+      ->check(positive);
+  parser->add_option("--validation-data", options->validation_data, "What to validate on, of the kind of --data")
+      ->type_name("FILE")
+      ->allow_extra_args(false);
+  parser
+      ->add_option("--validation-split", options->validation_split,
+                   "The part at the end of each file that is kept out of training, to validate on (0)")
+      ->type_name("PART")
+      ->check(CLI::Range(0.0, 0.99).description(""));
+  parser->add_option("--validation-batches", options->validation_batches, "Batches of each validation, always the same")
+      ->type_name("N")
+      ->check(positive)
+      ->capture_default_str();
   parser->add_option("--json", options->json, "Write all figures to FILE")->type_name("FILE");
   parser->add_option("--log", options->log, "Append one JSON line per step to FILE")->type_name("FILE");
   parser->add_option("--trace", options->trace, "Write a timeline for Perfetto to FILE")->type_name("FILE");

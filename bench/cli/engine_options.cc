@@ -2,8 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <ballast/base/error.h>
 #include <ballast/base/size.h>
+#include <ballast/engine/deepspeed.h>
 
 #include <charconv>
+#include <cstdio>
 
 #include "command.h"
 
@@ -17,6 +19,10 @@ void EngineOptions::add_to(CLI::App& parser, bool engine_required) {
       ->allow_extra_args(false);
 }
 
+void EngineOptions::add_explain(CLI::App& parser) {
+  parser.add_flag("--explain", explain_, "Print what became of each key of a DeepSpeed configuration");
+}
+
 Config EngineOptions::load() const {
   std::vector<std::pair<std::string, std::string>> overrides;
   for (const std::string& setting : settings_) {
@@ -25,7 +31,12 @@ Config EngineOptions::load() const {
       throw ConfigError("--set " + setting.substr(0, 60) + ": wants KEY=VALUE, such as budget.host=256MiB");
     overrides.emplace_back(setting.substr(0, equals), setting.substr(equals + 1));
   }
-  return path_.empty() ? Config::from_json("{}", "configuration", overrides) : Config::from_file(path_, overrides);
+  Config config =
+      path_.empty() ? Config::from_json("{}", "configuration", overrides) : Config::from_file(path_, overrides);
+  if (explain_)
+    std::printf("%s\n", config.deepspeed ? to_text(*config.deepspeed).c_str()
+                                         : "no DeepSpeed configuration: nothing is translated\n");
+  return config;
 }
 
 CLI::Validator whole_number() {

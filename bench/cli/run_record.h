@@ -43,6 +43,7 @@ struct StepRecord {
   double seconds = 0;
   TimeWindow window;   // steady_clock
   bool timed = false;  // among those that figures of speed are taken from
+  double learning_rate = 0;
 };
 
 // The steps from which steady-state figures are taken: without the first two, where there are more.

@@ -82,6 +82,8 @@ class Math final : public GptMath {
     losses_.assign(static_cast<std::size_t>(m_), 0.0);
     tokens_.assign(static_cast<std::size_t>(m_ * options.slots), 0);
     targets_.assign(tokens_.size(), 0);
+    first_of_.assign(static_cast<std::size_t>(v_) + 1, 0);
+    next_of_ = first_of_;
     order_.assign(static_cast<std::size_t>(m_), 0);
     position_rows_.resize(static_cast<std::size_t>(m_));
     for (std::int64_t t = 0; t < options.sequence; ++t) {
@@ -92,8 +94,8 @@ class Math final : public GptMath {
     }
   }
 
-  std::span<std::uint8_t> tokens(std::int64_t slot) override { return of_slot(tokens_, slot); }
-  std::span<std::uint8_t> targets(std::int64_t slot) override { return of_slot(targets_, slot); }
+  std::span<std::uint32_t> tokens(std::int64_t slot) override { return of_slot(tokens_, slot); }
+  std::span<std::uint32_t> targets(std::int64_t slot) override { return of_slot(targets_, slot); }
 
   void embedding_forward(std::int64_t slot, const EmbeddingViews& p) override {
     current_ = {};
@@ -184,18 +186,18 @@ class Math final : public GptMath {
 
   void embedding_backward(std::int64_t slot, const EmbeddingViews& g) override {
     // Rows of equal tokens, in order of position: a counting sort.
-    std::array<std::int32_t, 257> first{};
     const auto ids = tokens(slot);
-    for (const std::uint8_t id : ids) ++first[id + std::size_t{1}];
-    for (std::size_t i = 0; i < 256; ++i) first[i + 1] += first[i];
-    std::array<std::int32_t, 257> next = first;
+    std::vector<std::int32_t>&first = first_of_, &next = next_of_;
+    std::fill(first.begin(), first.end(), 0);
+    for (const std::uint32_t id : ids) ++first[id + std::size_t{1}];
+    for (std::size_t i = 0; i + 1 < first.size(); ++i) first[i + 1] += first[i];
+    std::copy(first.begin(), first.end(), next.begin());
     for (std::size_t t = 0; t < ids.size(); ++t)
       order_[static_cast<std::size_t>(next[ids[t]]++)] = static_cast<std::int32_t>(t);
     const float* d = gradient(slot);
     table_gradient(
         g[embedding::wte], v_,
         [&](std::int64_t id) {
-          if (id >= 256) return std::span<const std::int32_t>();
           const auto begin = static_cast<std::size_t>(first[static_cast<std::size_t>(id)]);
           return std::span<const std::int32_t>(order_).subspan(
               begin, static_cast<std::size_t>(first[static_cast<std::size_t>(id) + 1]) - begin);
@@ -311,8 +313,8 @@ class Math final : public GptMath {
     if (narrows_gradients()) take(wide_gradient_, largest);
   }
 
-  std::span<std::uint8_t> of_slot(std::vector<std::uint8_t>& bytes, std::int64_t slot) {
-    return std::span(bytes).subspan(static_cast<std::size_t>(slot * m_), static_cast<std::size_t>(m_));
+  std::span<std::uint32_t> of_slot(std::vector<std::uint32_t>& ids, std::int64_t slot) {
+    return std::span(ids).subspan(static_cast<std::size_t>(slot * m_), static_cast<std::size_t>(m_));
   }
   float* input(std::int64_t slot, std::int64_t layer) {
     return inputs_ + (slot * (shape_.layers + 1) + layer) * m_ * c_;
@@ -489,7 +491,8 @@ class Math final : public GptMath {
   std::array<const float*, block::kCount> small_{};
   Place current_;
   std::vector<double> losses_;
-  std::vector<std::uint8_t> tokens_, targets_;
+  std::vector<std::uint32_t> tokens_, targets_;
+  std::vector<std::int32_t> first_of_, next_of_;  // of each token, where its rows begin in order_
   std::vector<std::int32_t> order_, position_rows_;
 };
 

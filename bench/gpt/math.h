@@ -47,8 +47,8 @@ class GptMath {
   virtual ~GptMath() = default;
 
   // sequences * sequence bytes each, to be filled in before the slot's forward; target t is the byte after token t.
-  virtual std::span<std::uint8_t> tokens(std::int64_t slot) = 0;
-  virtual std::span<std::uint8_t> targets(std::int64_t slot) = 0;
+  virtual std::span<std::uint32_t> tokens(std::int64_t slot) = 0;
+  virtual std::span<std::uint32_t> targets(std::int64_t slot) = 0;
 
   virtual void embedding_forward(std::int64_t slot, const EmbeddingViews& parameters) = 0;
   virtual void block_forward(std::int64_t slot, std::int64_t layer, const BlockViews& parameters) = 0;

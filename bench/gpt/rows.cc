@@ -88,7 +88,7 @@ struct Convert {
 };
 
 struct Embed {
-  static BALLAST_GPT_INLINE void run(const std::uint8_t* tokens, const void* wte, DataType wte_type, const void* wpe,
+  static BALLAST_GPT_INLINE void run(const std::uint32_t* tokens, const void* wte, DataType wte_type, const void* wpe,
                                      DataType wpe_type, float* x, std::int64_t sequence, std::int64_t width,
                                      std::int64_t first, std::int64_t last) {
     for (std::int64_t t = first; t < last; ++t) {
@@ -302,7 +302,7 @@ struct CausalSoftmaxBackward {
 
 template <class T>
 struct CrossEntropy {
-  static BALLAST_GPT_INLINE void run(float* logits, std::int64_t stride, const std::uint8_t* targets, double* losses,
+  static BALLAST_GPT_INLINE void run(float* logits, std::int64_t stride, const std::uint32_t* targets, double* losses,
                                      T* d_logits, std::int64_t d_stride, float gradient_scale, std::int64_t row_count,
                                      std::int64_t vocabulary) {
     for (std::int64_t r = 0; r < row_count; ++r) {
@@ -419,8 +419,8 @@ template <class T>
 void convert(const float* source, T* target, std::int64_t elements) {
   on_isa<Convert<T>>(source, target, elements);
 }
-void embed(const std::uint8_t* tokens, const void* wte, DataType wte_type, const void* wpe, DataType wpe_type, float* x,
-           std::int64_t sequence, std::int64_t width, std::int64_t first, std::int64_t last) {
+void embed(const std::uint32_t* tokens, const void* wte, DataType wte_type, const void* wpe, DataType wpe_type,
+           float* x, std::int64_t sequence, std::int64_t width, std::int64_t first, std::int64_t last) {
   on_isa<Embed>(tokens, wte, wte_type, wpe, wpe_type, x, sequence, width, first, last);
 }
 template <class T>
@@ -461,7 +461,7 @@ void causal_softmax_backward(const T* probabilities, const float* d_probabilitie
   on_isa<CausalSoftmaxBackward<T>>(probabilities, d_probabilities, d_scores, row_count, columns, causal_first, scale);
 }
 template <class T>
-void cross_entropy(float* logits, std::int64_t stride, const std::uint8_t* targets, double* losses, T* d_logits,
+void cross_entropy(float* logits, std::int64_t stride, const std::uint32_t* targets, double* losses, T* d_logits,
                    std::int64_t d_stride, float gradient_scale, std::int64_t row_count, std::int64_t vocabulary) {
   on_isa<CrossEntropy<T>>(logits, stride, targets, losses, d_logits, d_stride, gradient_scale, row_count, vocabulary);
 }
@@ -482,7 +482,7 @@ void fill_normal(std::uint64_t key, std::int64_t first, float* values, std::int6
   template void causal_softmax<T>(float*, T*, std::int64_t, std::int64_t, std::int64_t, float);                  \
   template void causal_softmax_backward<T>(const T*, const float*, T*, std::int64_t, std::int64_t, std::int64_t, \
                                            float);                                                               \
-  template void cross_entropy<T>(float*, std::int64_t, const std::uint8_t*, double*, T*, std::int64_t, float,    \
+  template void cross_entropy<T>(float*, std::int64_t, const std::uint32_t*, double*, T*, std::int64_t, float,   \
                                  std::int64_t, std::int64_t);
 BALLAST_GPT_INSTANTIATE(float)
 BALLAST_GPT_INSTANTIATE(Bf16)

@@ -24,8 +24,8 @@ template <class T>
 void convert(const float* source, T* target, std::int64_t elements);
 
 // x[t] = wte[token[t]] + wpe[position of t], rows [first, last) of sequences of `sequence` tokens.
-void embed(const std::uint8_t* tokens, const void* wte, DataType wte_type, const void* wpe, DataType wpe_type, float* x,
-           std::int64_t sequence, std::int64_t width, std::int64_t first, std::int64_t last);
+void embed(const std::uint32_t* tokens, const void* wte, DataType wte_type, const void* wpe, DataType wpe_type,
+           float* x, std::int64_t sequence, std::int64_t width, std::int64_t first, std::int64_t last);
 
 // sum = x + addend (where addend is not null), then out = layer norm of sum; mean and 1/deviation kept for backward.
 struct NormForward {
@@ -81,7 +81,7 @@ void causal_softmax_backward(const T* probabilities, const float* d_probabilitie
 // Per row: loss = -log softmax(logits)[target] in nats; d_logits = (softmax - onehot) * gradient_scale, where not null.
 // Destroys the logits.
 template <class T>
-void cross_entropy(float* logits, std::int64_t stride, const std::uint8_t* targets, double* losses, T* d_logits,
+void cross_entropy(float* logits, std::int64_t stride, const std::uint32_t* targets, double* losses, T* d_logits,
                    std::int64_t d_stride, float gradient_scale, std::int64_t rows, std::int64_t vocabulary);
 
 // out = sum of the rows of x that `indices` names, in that order; zeros for none.

@@ -45,7 +45,7 @@ std::string text(std::int64_t value) { return std::to_string(value); }
 class GptTrainer::Implementation {
  public:
   Implementation(Engine& engine, const GptShape& shape, const TrainSettings& settings,
-                 std::shared_ptr<const ByteData> data)
+                 std::shared_ptr<const TokenData> data)
       : engine_(engine), shape_(shape), settings_(settings), data_(std::move(data)) {
     settings.validate(shape);
     data_->require_sequence(settings.sequence);
@@ -73,10 +73,10 @@ class GptTrainer::Implementation {
                         static_cast<int>(settings.micro_batches));
     stream_ = engine.stream();
 
-    const auto batch_bytes = static_cast<std::size_t>(settings.micro_batches * sequences_ * (settings.sequence + 1));
+    const auto batch_tokens = static_cast<std::size_t>(settings.micro_batches * sequences_ * (settings.sequence + 1));
     const auto jobs = static_cast<std::size_t>(settings.micro_batches * (2 * shape.layers + 4));
-    if (settings.admit_memory) settings.admit_memory(batch_bytes + jobs * sizeof(Job));
-    batch_.resize(batch_bytes);
+    if (settings.admit_memory) settings.admit_memory(batch_tokens * 4 + jobs * sizeof(Job));
+    batch_.resize(batch_tokens);
     losses_.resize(static_cast<std::size_t>(settings.micro_batches));
     jobs_.resize(jobs);
     step_options_.micro_batches = static_cast<int>(settings.micro_batches);
@@ -106,15 +106,16 @@ class GptTrainer::Implementation {
   }
 
   StepResult step(std::uint64_t index, std::optional<double> learning_rate) {
-    draw(kTrainStream, index);
+    draw(*data_, kTrainStream, index);
     step_options_.learning_rate = learning_rate;
-    const double rate = learning_rate.value_or(engine_.config().optimizer.learning_rate);
+    const double rate = learning_rate ? *learning_rate : scheduled_rate();
     step_options_.group_rates.assign(1, {kNoDecayGroup, rate, 0.0});
     Step step = engine_.begin_step(step_options_);
     loss_scale_ = step.loss_scale();
     passes(Pass::train, [&](const PassOptions& options) { return step.begin_pass(options); });
     const GradientNorm norm = step.finish_backward();
     StepResult result;
+    result.learning_rate = rate;
     result.loss = mean_loss();
     result.grad_norm = norm.value;
     result.updated = norm.finite;
@@ -166,8 +167,8 @@ class GptTrainer::Implementation {
     return position.next_step;
   }
 
-  double evaluate(std::uint64_t index) {
-    draw(kEvaluateStream, index);
+  double evaluate(std::uint64_t index, const TokenData* data) {
+    draw(data != nullptr ? *data : *data_, kEvaluateStream, index);
     passes(Pass::evaluate, [&](const PassOptions& options) { return engine_.begin_pass(options); });
     return mean_loss();
   }
@@ -188,17 +189,25 @@ class GptTrainer::Implementation {
     double gradient_scale = 0;
   };
 
+  // The engine's own for its next update, which it has for the other group.
+  double scheduled_rate() const {
+    const Config& config = engine_.config();
+    const bool constant = config.learning_rate_schedule.type == "constant";
+    return config.learning_rate(constant ? 0 : engine_.report().steps_updated);
+  }
+
   // Reads all of this rank's sequences of a batch. Nothing is in flight: the last step ended with synchronize().
-  void draw(std::uint64_t stream, std::uint64_t index) {
+  void draw(const TokenData& data, std::uint64_t stream, std::uint64_t index) {
     stream_.synchronize();  // only where an exception cut the last step short does this wait
     const std::uint64_t seed = base::random_at(settings_.seed, stream);
     const std::int64_t of_all_ranks = sequences_ * settings_.world_size, length = settings_.sequence + 1;
     for (std::int64_t m = 0; m < settings_.micro_batches; ++m) {
       for (std::int64_t s = 0; s < sequences_; ++s) {
         const auto row = static_cast<std::uint64_t>(m * of_all_ranks + settings_.rank * sequences_ + s);
-        data_->read(data_->sequence_offset(seed, index, row, settings_.sequence),
-                    std::span(batch_).subspan(static_cast<std::size_t>((m * sequences_ + s) * length),
-                                              static_cast<std::size_t>(length)));
+        data.read(data.sequence_offset(seed, index, row, settings_.sequence),
+                  std::span(batch_).subspan(static_cast<std::size_t>((m * sequences_ + s) * length),
+                                            static_cast<std::size_t>(length)),
+                  shape_.vocabulary);
       }
     }
     jobs_used_ = 0;
@@ -363,12 +372,12 @@ class GptTrainer::Implementation {
 
   void take_tokens(const Job& job) {
     const auto length = static_cast<std::size_t>(settings_.sequence);
-    std::uint8_t* tokens = math_->tokens(job.slot).data();
-    std::uint8_t* targets = math_->targets(job.slot).data();
-    const std::uint8_t* source = batch_.data() + static_cast<std::size_t>(job.micro_batch * sequences_) * (length + 1);
+    std::uint32_t* tokens = math_->tokens(job.slot).data();
+    std::uint32_t* targets = math_->targets(job.slot).data();
+    const std::uint32_t* source = batch_.data() + static_cast<std::size_t>(job.micro_batch * sequences_) * (length + 1);
     for (std::int64_t s = 0; s < sequences_; ++s, tokens += length, targets += length, source += length + 1) {
-      std::memcpy(tokens, source, length);
-      std::memcpy(targets, source + 1, length);
+      std::copy_n(source, length, tokens);
+      std::copy_n(source + 1, length, targets);
     }
   }
 
@@ -382,16 +391,16 @@ class GptTrainer::Implementation {
   Engine& engine_;
   const GptShape shape_;
   const TrainSettings settings_;
-  const std::shared_ptr<const ByteData> data_;
+  const std::shared_ptr<const TokenData> data_;
   std::uint64_t data_fingerprint_ = 0;
   std::int64_t sequences_ = 0;  // of this rank in one micro-batch
   std::unique_ptr<GptMath> math_;
   std::vector<UnitId> units_;
   std::vector<std::vector<ParameterId>> ids_;
   Stream stream_;
-  std::vector<std::uint8_t> batch_;  // micro-batch, sequence: its bytes and the one after
-  std::vector<double> losses_;       // per micro-batch
-  std::vector<Job> jobs_;            // of one step, in the order of the stream
+  std::vector<std::uint32_t> batch_;  // micro-batch, sequence: its tokens and the one after
+  std::vector<double> losses_;        // per micro-batch
+  std::vector<Job> jobs_;             // of one step, in the order of the stream
   std::size_t jobs_used_ = 0;
   StepOptions step_options_;
   double loss_scale_ = 1;
@@ -399,7 +408,7 @@ class GptTrainer::Implementation {
 };
 
 GptTrainer::GptTrainer(Engine& engine, const GptShape& shape, const TrainSettings& settings,
-                       std::shared_ptr<const ByteData> data)
+                       std::shared_ptr<const TokenData> data)
     : implementation_(std::make_unique<Implementation>(engine, shape, settings, std::move(data))) {}
 GptTrainer::~GptTrainer() = default;
 
@@ -415,7 +424,9 @@ std::uint64_t GptTrainer::next_step(std::span<const std::byte> user_bytes, std::
                                     std::string* differs) const {
   return implementation_->next_step(user_bytes, learning_rate, differs);
 }
-double GptTrainer::evaluate(std::uint64_t index) { return implementation_->evaluate(index); }
+double GptTrainer::evaluate(std::uint64_t index, const TokenData* data) {
+  return implementation_->evaluate(index, data);
+}
 std::uint64_t GptTrainer::tokens_per_step() const { return implementation_->tokens_per_step(); }
 std::uint64_t GptTrainer::activation_bytes() const { return implementation_->activation_bytes(); }
 const std::string& GptTrainer::maths_note() const { return implementation_->maths_note(); }

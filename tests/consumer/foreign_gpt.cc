@@ -17,7 +17,7 @@ bool learns(const std::string& configs, const std::string& folder) {
   ballast::Engine engine(config);
   const auto shape = ballast::gpt::GptShape::from_file(configs + "/models/gpt-tiny.json");
   ballast::gpt::GptTrainer trainer(engine, shape, {.batch = 2, .sequence = 32},
-                                   ballast::gpt::ByteData::open(configs + "/engine/nvme.json"));
+                                   ballast::gpt::TokenData::open(configs + "/engine/nvme.json"));
   engine.commit();
   engine.initialize(trainer.fill());
   const double first = trainer.step(0).loss;

@@ -110,7 +110,7 @@ TEST_F(CommandRanks, TheFirstWritesTheReportAndSaysOnceWhatLimited) {
 std::vector<double> losses_of_threads(int ranks, std::int64_t batch, const Config& config, const std::string& model,
                                       const std::string& text) {
   constexpr int kSteps = 4;
-  const auto data = gpt::ByteData::open(text);
+  const auto data = gpt::TokenData::open(text);
   std::vector<double> losses;
   testing::on_ranks(ranks, [&](int rank, const std::shared_ptr<Communicator>& communicator) {
     EngineEnvironment environment;

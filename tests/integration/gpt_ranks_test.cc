@@ -32,7 +32,7 @@ GptShape small_shape(bool tied) {
 }
 
 std::vector<double> losses(int world_size, const Config& config, bool tied, std::int64_t micro_batches,
-                           const std::shared_ptr<const ByteData>& data) {
+                           const std::shared_ptr<const TokenData>& data) {
   std::vector<double> result(kSteps, 0);
   on_ranks(world_size, [&](int rank, const std::shared_ptr<Communicator>& communicator) {
     EngineEnvironment environment;
@@ -66,7 +66,7 @@ TEST(GptRanksTest, StagesGiveTheSameBitsAndOneRankNearlyTheSame) {
     std::ofstream out(text, std::ios::binary);
     for (int i = 0; i < 3000; ++i) out << "the " << i * 37 % 101 << "th line of a text that is easy to learn; ";
   }
-  const auto data = ByteData::open(text);
+  const auto data = TokenData::open(text);
   for (const bool tied : {true, false}) {
     for (const DataType type : {DataType::bf16, DataType::fp32}) {
       const double tolerance = type == DataType::fp32 ? 1e-5 : 5e-4;

@@ -1,12 +1,16 @@
 // Model files: what is read, what is refused and how; the units; the text that batches come from.
 // SPDX-License-Identifier: Apache-2.0
+#include <ballast/base/random.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <optional>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "gpt/data.h"
 #include "gpt/model.h"
@@ -179,18 +183,18 @@ TEST(TrainSettings, RefusesWhatDoesNotFitTheShape) {
   EXPECT_THAT(error([](TrainSettings& s) { s.world_size = 3; }), HasSubstr("3 ranks"));
 }
 
-TEST(ByteData, RefusesPathsThatAreNoTextAndSequencesThatDoNotFit) {
+TEST(TokenData, RefusesPathsThatAreNoTextAndSequencesThatDoNotFit) {
   const TemporaryFile empty(""), text("0123456789");
   for (const std::string& path :
        {std::string("/nonexistent/text"), std::string("/"), empty.path(), std::string("/dev/null")}) {
     try {
-      ByteData::open(path);
+      TokenData::open(path);
       ADD_FAILURE() << path << " was opened";
     } catch (const ConfigError& error) {
       EXPECT_THAT(error.what(), HasSubstr(path));
     }
   }
-  const auto data = ByteData::open(text.path());
+  const auto data = TokenData::open(text.path());
   data->require_sequence(9);
   try {
     data->require_sequence(10);
@@ -200,9 +204,9 @@ TEST(ByteData, RefusesPathsThatAreNoTextAndSequencesThatDoNotFit) {
   }
 }
 
-TEST(ByteData, DrawsFromTheWholeTextByCountersAlone) {
+TEST(TokenData, DrawsFromTheWholeTextByCountersAlone) {
   const TemporaryFile file("0123456789");
-  const auto data = ByteData::open(file.path());
+  const auto data = TokenData::open(file.path());
   std::vector<bool> seen(7, false);
   for (std::uint64_t step = 0; step < 100; ++step) {
     const std::uint64_t at = data->sequence_offset(1, step, 2, 4);
@@ -211,22 +215,134 @@ TEST(ByteData, DrawsFromTheWholeTextByCountersAlone) {
     EXPECT_EQ(at, data->sequence_offset(1, step, 2, 4));
   }
   for (std::size_t i = 0; i <= 5; ++i) EXPECT_TRUE(seen[i]) << i;
-  std::uint8_t bytes[4];
-  data->read(3, bytes);
+  std::uint32_t bytes[4];
+  data->read(3, bytes, 256);
   EXPECT_EQ(std::string(bytes, bytes + 4), "3456");
 }
 
-TEST(ByteData, AFileCutShortIsAnErrorWithFileAndOffset) {
+TEST(TokenData, AFileCutShortIsAnErrorWithFileAndOffset) {
   const TemporaryFile file("0123456789");
-  const auto data = ByteData::open(file.path());
+  const auto data = TokenData::open(file.path());
   std::filesystem::resize_file(file.path(), 5);
-  std::uint8_t bytes[4];
+  std::uint32_t bytes[4];
   try {
-    data->read(3, bytes);
+    data->read(3, bytes, 256);
     ADD_FAILURE() << "read past the end";
   } catch (const IoError& error) {
     EXPECT_THAT(error.what(), AllOf(HasSubstr(file.path()), HasSubstr("offset 5")));
   }
+}
+
+// --- token files -----------------------------------------------------------------------------------------------------
+
+template <typename Token>
+std::string raw(const std::vector<Token>& tokens) {
+  return std::string(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(Token));
+}
+// llm.c's: 256 numbers of 32 bits, of which the first three say what follows.
+std::string header(std::uint32_t magic, std::uint32_t version, std::size_t tokens) {
+  std::vector<std::uint32_t> numbers(256, 0);
+  numbers[0] = magic;
+  numbers[1] = version;
+  numbers[2] = static_cast<std::uint32_t>(tokens);
+  return raw(numbers);
+}
+std::vector<std::uint32_t> all_of(const TokenData& data) {
+  std::vector<std::uint32_t> tokens(data.tokens());
+  data.read(0, tokens, std::int64_t{1} << 32);
+  return tokens;
+}
+std::string refusal(const std::vector<std::string>& paths, std::optional<TokenType> type,
+                    std::int64_t vocabulary = std::int64_t{1} << 32) {
+  try {
+    TokenData::open(paths, type, {})->require_below(vocabulary);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "accepted";
+}
+
+TEST(TokenData, ReadsTheIdsThatNanoGptWrites) {
+  const std::vector<std::uint16_t> ids = {0, 255, 256, 50256, 65535, 7};
+  const TemporaryFile file(raw(ids));
+  const auto data = TokenData::open({file.path()}, TokenType::u16, {});
+  EXPECT_THAT(all_of(*data), ::testing::ElementsAreArray(ids));
+  const std::vector<std::uint32_t> wide = {1, 70000, 128255};
+  const TemporaryFile wide_file(raw(wide));
+  EXPECT_EQ(all_of(*TokenData::open({wide_file.path()}, TokenType::u32, {})), wide);
+}
+
+TEST(TokenData, RecognisesTheHeadersOfLlmC) {
+  const std::vector<std::uint16_t> ids = {50256, 1, 2, 3};
+  const TemporaryFile file(header(20240520, 1, 4) + raw(ids));
+  for (const std::optional<TokenType> type : {std::optional<TokenType>(), std::optional(TokenType::u16)}) {
+    const auto data = TokenData::open({file.path()}, type, {});
+    EXPECT_EQ(data->type(), TokenType::u16);
+    EXPECT_THAT(all_of(*data), ::testing::ElementsAreArray(ids));
+  }
+  EXPECT_EQ(TokenData::open({file.path()}, TokenType::u8, {})->tokens(), 1032u) << "bytes where that is asked for";
+  const std::vector<std::uint32_t> wide = {128000, 5};
+  const TemporaryFile llama(header(20240801, 7, 2) + raw(wide));
+  EXPECT_EQ(all_of(*TokenData::open({llama.path()}, {}, {})), wide);
+}
+
+TEST(TokenData, RefusesHeadersThatContradictTheirFile) {
+  const std::vector<std::uint16_t> ids = {1, 2, 3};
+  const TemporaryFile cut(header(20240520, 1, 4) + raw(ids)), newer(header(20240520, 2, 3) + raw(ids)), odd("abc");
+  EXPECT_THAT(refusal({cut.path()}, TokenType::u16),
+              AllOf(HasSubstr(cut.path()), HasSubstr("its header says 4 tokens"), HasSubstr("6 bytes follow")));
+  EXPECT_THAT(refusal({newer.path()}, TokenType::u16), HasSubstr("version 2"));
+  EXPECT_THAT(refusal({odd.path()}, TokenType::u16), HasSubstr("3 bytes are no whole number of tokens of 2"));
+  const TemporaryFile whole(header(20240520, 1, 3) + raw(ids)), plain("plain text");
+  EXPECT_THAT(refusal({whole.path(), plain.path()}, {}), HasSubstr("name files of one kind, or say --tokens"));
+}
+
+TEST(TokenData, AnIdBeyondTheVocabularyIsNamedWithFileAndPosition) {
+  std::vector<std::uint16_t> ids(300000, 5);
+  ids[290000] = 50257;
+  const TemporaryFile good(raw(std::vector<std::uint16_t>{1, 2})), bad(raw(ids));
+  EXPECT_THAT(
+      refusal({good.path(), bad.path()}, TokenType::u16, 50257),
+      AllOf(HasSubstr(bad.path() + ": token 290000 "), HasSubstr("is 50257"), HasSubstr("vocabulary of 50257")));
+  EXPECT_EQ(refusal({good.path(), bad.path()}, TokenType::u16, 50258), "accepted");
+  const auto data = TokenData::open({good.path(), bad.path()}, TokenType::u16, {});
+  std::vector<std::uint32_t> some(10);
+  EXPECT_THROW(data->read(2 + 289995, some, 50257), ConfigError);
+  data->read(2 + 289990, some, 50257);
+}
+
+TEST(TokenData, SequencesNeverCrossFromOneFileIntoTheNext) {
+  const TemporaryFile first("aaaaa"), second("bbbbbbb"), third("ccc");
+  const auto data = TokenData::open({first.path(), second.path(), third.path()}, {}, {});
+  EXPECT_EQ(data->tokens(), 15u);
+  std::set<std::uint64_t> seen;
+  for (std::uint64_t step = 0; step < 400; ++step) {
+    const std::uint64_t at = data->sequence_offset(3, step, 0, 2);
+    std::uint32_t tokens[3];
+    data->read(at, tokens, 256);
+    EXPECT_TRUE(tokens[0] == tokens[1] && tokens[1] == tokens[2]) << at;
+    seen.insert(at);
+  }
+  EXPECT_THAT(seen, ::testing::ElementsAre(0, 1, 2, 5, 6, 7, 8, 9, 12)) << "every place where three fit";
+  EXPECT_THROW(data->require_sequence(3), ConfigError);
+}
+
+TEST(TokenData, OfOneFileOfBytesTheSequencesAreThoseOfBefore) {
+  // Runs that were saved when there was one file only must go on with the sequences they had.
+  const TemporaryFile file("0123456789");
+  const auto data = TokenData::open(file.path());
+  for (std::uint64_t row = 0; row < 8; ++row)
+    EXPECT_EQ(data->sequence_offset(1, 2, row, 4), base::random_at(base::random_at(1, 2), row) % 6);
+}
+
+TEST(TokenData, ASplitSharesTheTokensOutWithoutOverlap) {
+  const TemporaryFile file("0123456789");
+  const auto rest = TokenData::open({file.path()}, {}, {.held_out = 0.3, .of_held_out = false});
+  const auto held = TokenData::open({file.path()}, {}, {.held_out = 0.3, .of_held_out = true});
+  EXPECT_EQ(rest->tokens(), 7u);
+  EXPECT_EQ(held->tokens(), 3u);
+  EXPECT_THAT(all_of(*held), ::testing::ElementsAre('7', '8', '9'));
+  EXPECT_NE(rest->fingerprint(), TokenData::open(file.path())->fingerprint());
 }
 
 }  // namespace

@@ -233,7 +233,7 @@ TYPED_TEST(Rows, CrossEntropyAndItsGradientAgreeWithDouble) {
     auto logits = noise(12, rows * stride, 30);
     logits[7] = 95;  // far above the rest: e^95 alone would overflow
     const auto before = logits;
-    const std::uint8_t targets[rows] = {7, 0, 255, 16};
+    const std::uint32_t targets[rows] = {7, 0, 255, 16};
     double losses[rows];
     std::vector<T> d(rows * stride, typed<T>({42.0f})[0]);
     rows::cross_entropy(logits.data(), static_cast<std::int64_t>(stride), targets, losses, d.data(),
@@ -274,7 +274,7 @@ TEST(RowsGather, SumsTheNamedRowsInOrderAndIsZeroForNone) {
 
 TEST(RowsEmbed, AddsTokenAndPositionForEachSequence) {
   const std::int64_t width = 19, sequence = 3;
-  const std::uint8_t tokens[] = {0, 255, 7, 7, 7, 1};
+  const std::uint32_t tokens[] = {0, 255, 7, 7, 7, 1};
   const auto wte = noise(14, 256 * width), wpe = noise(15, 4 * width);
   const auto narrow = typed<Bf16>(wte);
   std::vector<float> x(6 * width);
@@ -353,7 +353,7 @@ TEST(RowsBits, AreTheSameOnEveryInstructionSet) {
   add(normal);
   auto logits = noise(25, 300, 8);
   std::vector<float> d_logits(300);
-  const std::uint8_t target = 77;
+  const std::uint32_t target = 77;
   double loss = 0;
   rows::cross_entropy(logits.data(), 300, &target, &loss, d_logits.data(), 300, 1.0f, 1, 300);
   add(d_logits);

@@ -56,7 +56,7 @@ TrainSettings settings_of(std::int64_t micro_batches = 1, MicroBatchOrder order 
 // An engine and its trainer, ready for the first step.
 struct Session {
   explicit Session(const Config& config, const TrainSettings& settings = settings_of(), const GptShape& shape = kShape)
-      : engine(config), trainer(engine, shape, settings, ByteData::open(text_path())) {
+      : engine(config), trainer(engine, shape, settings, TokenData::open(text_path())) {
     engine.commit();
     engine.initialize(trainer.fill());
   }
@@ -97,11 +97,12 @@ TEST(GptTrainer, LossAndNormOfAStepAreThoseOfTheMathsAlone) {
     options.sequence = settings.sequence;
     options.threads = 1;
     const auto math = GptMath::create(shape, options);
-    const auto data = ByteData::open(text_path());
+    const auto data = TokenData::open(text_path());
     const std::uint64_t seed = base::random_at(settings.seed, 0x747261696E);
     for (std::int64_t s = 0; s < settings.batch; ++s) {
-      std::vector<std::uint8_t> bytes(static_cast<std::size_t>(settings.sequence) + 1);
-      data->read(data->sequence_offset(seed, 3, static_cast<std::uint64_t>(s), settings.sequence), bytes);
+      std::vector<std::uint32_t> bytes(static_cast<std::size_t>(settings.sequence) + 1);
+      data->read(data->sequence_offset(seed, 3, static_cast<std::uint64_t>(s), settings.sequence), bytes,
+                 shape.vocabulary);
       std::copy_n(bytes.begin(), settings.sequence, math->tokens(0).begin() + s * settings.sequence);
       std::copy_n(bytes.begin() + 1, settings.sequence, math->targets(0).begin() + s * settings.sequence);
     }
@@ -250,13 +251,13 @@ TEST(GptTrainer, ATextTooShortForASequenceIsRefusedBeforeAnythingIsRegistered) {
   GptShape shape = kShape;
   shape.context = 8000;
   try {
-    const GptTrainer trainer(engine, shape, settings, ByteData::open(text_path()));
+    const GptTrainer trainer(engine, shape, settings, TokenData::open(text_path()));
     ADD_FAILURE() << "accepted";
   } catch (const ConfigError& error) {
     EXPECT_THAT(error.what(), ::testing::AllOf(::testing::HasSubstr(text_path()), ::testing::HasSubstr("4000")));
   }
   shape.vocabulary = 200;
-  EXPECT_THROW(GptTrainer(engine, shape, settings_of(), ByteData::open(text_path())), ConfigError);
+  EXPECT_THROW(GptTrainer(engine, shape, settings_of(), TokenData::open(text_path())), ConfigError);
 }
 
 }  // namespace
