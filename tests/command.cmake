@@ -27,7 +27,7 @@ if(TARGET ballast)
   add_test(NAME report_in_browser
            COMMAND ${PROJECT_SOURCE_DIR}/tests/integration/report_in_browser $<TARGET_FILE:ballast>)
   set_tests_properties(report_in_browser PROPERTIES LABELS integration TIMEOUT 600 SKIP_RETURN_CODE 77)
-  foreach(name command_checkpoint_test command_data_test command_deepspeed_test command_report_test
+  foreach(name command_checkpoint_test command_data_test command_deepspeed_test command_plan_test command_report_test
                command_refusals_test command_train_test)
     ballast_add_test(${name} LABEL integration TIMEOUT 600
       SOURCES integration/${name}.cc integration/command_runner.cc LIBRARIES nlohmann_json::nlohmann_json)

@@ -14,5 +14,7 @@ set_tests_properties(paper_cases_fails_on_a_miss PROPERTIES WILL_FAIL TRUE)
 set_tests_properties(paper_cases paper_cases_counts_odd_rows paper_cases_fails_on_a_miss PROPERTIES
   LABELS unit TIMEOUT 300 ENVIRONMENT "${BALLAST_TEST_ENVIRONMENT}")
 ballast_add_test(planner_test LABEL unit TIMEOUT 300
-  SOURCES unit/planner_memory_test.cc unit/planner_rates_test.cc unit/planner_traffic_test.cc
+  SOURCES unit/planner_hardware_test.cc unit/planner_memory_test.cc unit/planner_rates_test.cc
+          unit/planner_traffic_test.cc unit/run_plan_test.cc
   LIBRARIES ballast_planner)
+target_compile_definitions(planner_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}")

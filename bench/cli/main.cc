@@ -36,6 +36,7 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", BALLAST_VERSION);
   std::vector<Command> commands;
   commands.push_back(add_train(app));
+  commands.push_back(add_plan(app));
   CLI::App* bench = app.add_subcommand("bench", "Measure one link, or whole steps");
   bench->require_subcommand(1);
   commands.push_back(add_bench_io(*bench));

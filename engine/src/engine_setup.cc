@@ -17,6 +17,7 @@
 #include "chunk_values.h"
 #include "engine_implementation.h"
 #include "extent_buffer.h"
+#include "plan_schedule.h"
 
 namespace ballast {
 
@@ -160,37 +161,12 @@ void EngineImplementation::commit(const CommitOptions& options) {
   inputs.micro_batches = expected_micro_batches_;
   inputs.world_size = communicator_->world_size();
   inputs.rank = communicator_->rank();
+  std::vector<bool> trainable;
+  for (const UnitState& unit : units_) trainable.push_back(unit.trainable);
   if (expected_order_.empty()) {
-    std::vector<bool> trainable;
-    for (const UnitState& unit : units_) trainable.push_back(unit.trainable);
     inputs.openings = engine::default_openings(trainable);
   } else {
-    std::vector<std::size_t> last(specs_.size(), SIZE_MAX);
-    std::vector<std::pair<std::size_t, std::size_t>> ends;  // (access, opening): what ends after that access
-    std::uint32_t event = 0;
-    for (std::size_t i = 0; i < expected_order_.size(); ++i) {
-      const ExpectedAccess& access = expected_order_[i];
-      const std::size_t end = i + static_cast<std::size_t>(std::max(access.open_through, 0));
-      if (access.parameters) {
-        ends.emplace_back(end, inputs.openings.size());
-        inputs.openings.push_back({access.unit.index, false, false, event++, 0});
-      }
-      if (access.gradient && units_[access.unit.index].trainable) {
-        ends.emplace_back(end, inputs.openings.size());
-        last[access.unit.index] = inputs.openings.size();
-        inputs.openings.push_back({access.unit.index, true, false, event++, 0});
-      }
-      // Gradients are committed before the parameters they were opened beside are released: last opened, first closed.
-      for (std::size_t k = ends.size(); k-- > 0;) {
-        if (ends[k].first <= i || i + 1 == expected_order_.size()) {
-          inputs.openings[ends[k].second].close_at = event++;
-          ends.erase(ends.begin() + static_cast<std::ptrdiff_t>(k));
-        }
-      }
-    }
-    for (std::size_t i : last) {
-      if (i != SIZE_MAX) inputs.openings[i].last = true;
-    }
+    inputs.openings = engine::expected_openings(expected_order_, trainable);
   }
   const auto& placement = config_.placement;
   const bool may_use_nvme = config_.durability.every_steps > 0 || placement.automatic ||
@@ -225,30 +201,9 @@ void EngineImplementation::commit(const CommitOptions& options) {
                             ? communicator_
                             : communicator_->split(static_cast<int>(plan_.rank / plan_.partition.world_size));
 
-  schedule::Limits limits;
-  limits.fetch_slots = plan_.fetch_slots;
-  limits.update_slots = plan_.update_slots;
-  limits.gradient_slots = plan_.gradient_slots;
-  // Enough transfers under way to keep the drive's queue full twice over, whatever the size of a chunk.
-  const std::uint64_t queue_bytes = 2 * config_.nvme.block_bytes * config_.nvme.queue_depth;
-  const auto transfers = [&](std::uint64_t bytes) {
-    return static_cast<schedule::Index>(std::clamp<std::uint64_t>(bytes == 0 ? 0 : queue_bytes / bytes, 8, 128));
-  };
-  limits.reads = std::max(transfers(plan_.fetch_slot_bytes), transfers(plan_.update_slot_bytes));
-  limits.writes = transfers(plan_.update_slot_bytes);
-  std::uint64_t jobs = 0;
-  std::uint64_t most_chunks = 0;
-  for (const engine::TraceOpening& opening : inputs.openings) jobs += plan_.layout.units[opening.unit].chunk_count;
-  for (const UnitLayout& unit : plan_.layout.units)
-    most_chunks = std::max<std::uint64_t>(most_chunks, unit.chunk_count);
-  limits.entries = static_cast<schedule::Index>(2 * inputs.openings.size() + 64);
-  limits.jobs = static_cast<schedule::Index>(3 * jobs + 6 * most_chunks + 64);
-  if (several_ranks()) {
-    // What is appended ahead is counted, so that it is the same on all ranks; the tables have room for it.
-    most_expected_ = inputs.openings.size();
-    limits.entries += static_cast<schedule::Index>(inputs.openings.size());
-    limits.jobs += static_cast<schedule::Index>(3 * jobs);
-  }
+  const schedule::Limits limits = engine::schedule_limits(plan_, config_, inputs.openings);
+  // What is appended ahead is counted, so that it is the same on all ranks.
+  if (several_ranks()) most_expected_ = inputs.openings.size();
 
   engine::Executor::Communicators communicators = {communicator_.get()};
   for (const UnitCommunicator& each : unit_communicators_) communicators.push_back(each.communicator.get());

@@ -14,6 +14,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "plan_schedule.h"
+
 namespace ballast::engine {
 
 using schedule::Action;
@@ -23,54 +25,6 @@ using schedule::SlotKind;
 using schedule::Task;
 
 namespace {
-
-schedule::Tier to_schedule(Tier tier) {
-  switch (tier) {
-    case Tier::device:
-      return schedule::Tier::device;
-    case Tier::host:
-      return schedule::Tier::host;
-    case Tier::nvme:
-      break;
-  }
-  return schedule::Tier::nvme;
-}
-
-std::vector<schedule::Chunk> schedule_chunks(const Plan& plan, std::uint64_t gradient_bytes) {
-  std::vector<schedule::Chunk> chunks;
-  for (std::size_t c = 0; c < plan.layout.chunks.size(); ++c) {
-    const ChunkLayout& chunk = plan.layout.chunks[c];
-    schedule::Chunk s;
-    s.unit = chunk.unit;
-    s.parameters = to_schedule(plan.placement[c].parameters);
-    s.optimizer = to_schedule(plan.placement[c].optimizer);
-    s.gradients = to_schedule(plan.placement[c].gradients);
-    s.trainable = chunk.trainable;
-    s.parameter_bytes = chunk.parameter_bytes;
-    s.optimizer_bytes = chunk.optimizer_bytes();
-    s.gradient_bytes = chunk.trainable ? chunk.elements * gradient_bytes : 0;
-    chunks.push_back(s);
-  }
-  return chunks;
-}
-
-std::vector<schedule::Unit> schedule_units(const Plan& plan, std::uint64_t gradient_bytes) {
-  std::vector<schedule::Unit> units;
-  for (std::size_t u = 0; u < plan.layout.units.size(); ++u) {
-    const UnitLayout& unit = plan.layout.units[u];
-    const bool on_device = unit.chunk_count > 0 && plan.placement[unit.first_chunk].parameters == Tier::device;
-    schedule::Unit s;
-    s.first_chunk = unit.first_chunk;
-    s.chunk_count = unit.chunk_count;
-    s.parameter_bytes = on_device ? 0 : unit.device_bytes;
-    s.gradient_bytes = unit.gradient_elements * gradient_bytes;
-    s.stored_gradients = plan.stored_gradients[u];
-    s.gathered = unit.partition.world_size > 1 && plan.zero_stage > 0 && unit.chunk_count > 0;
-    s.reduced = plan.world_size > 1 && unit.gradient_elements > 0;
-    units.push_back(s);
-  }
-  return units;
-}
 
 std::array<std::uint8_t, 16> new_identity() {
   // Tells this run's files from another's; not a secret.

@@ -412,15 +412,17 @@ void ModelWorld::commit(Index unit, std::uint64_t gradients, std::span<const boo
     const Index c = u.first_chunk + i;
     Truth& truth = truth_[c];
     if (!plan_->chunks[c].trainable) continue;
-    // What the scratch holds is this contribution: the next bit. An absent one is zeros.
-    const std::uint32_t bit = contributes[i] ? static_cast<std::uint32_t>(std::popcount(truth.mask)) : 32;
+    // What the scratch holds is this contribution: the next bit. An absent one is zeros; those beyond the thirtieth of
+    // a step are not told apart.
+    const int before = std::popcount(truth.mask);
+    const std::uint32_t bit = contributes[i] && before < 30 ? 1u << before : 0;
     for (Index s = 0; s < shards_of(*plan_, unit); ++s) {
       Content& scratch = places_[cell(gradients + s * u.chunk_count + i)];
       if (contributes[i]) expect(scratch, scratch_of(u, c + s * chunk_count_, 1), "commit");
-      scratch = scratch_of(u, c + s * chunk_count_, contributes[i] ? 1u << bit : 0);
+      scratch = scratch_of(u, c + s * chunk_count_, bit);
     }
     if (contributes[i]) {
-      truth.mask |= 1u << bit;
+      truth.mask |= bit;
       truth.contributed = true;
     }
     if (last && eager && truth.contributed) {

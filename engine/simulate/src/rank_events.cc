@@ -142,7 +142,9 @@ bool RankTrainer::device_step() {
   if (operation.verb == Verb::commit) {
     const schedule::Unit& u = plan_->units[operation.unit];
     const auto contributes = std::make_unique<bool[]>(u.chunk_count);
-    for (Index i = 0; i < u.chunk_count; ++i) contributes[i] = plan_->chunks[u.first_chunk + i].trainable;
+    const auto* given = operation.contribution == kNone ? nullptr : &plan_->contributions[operation.contribution];
+    for (Index i = 0; i < u.chunk_count; ++i)
+      contributes[i] = plan_->chunks[u.first_chunk + i].trainable && (given == nullptr || (*given)[i] != 0);
     const std::span<const bool> all(contributes.get(), u.chunk_count);
     const bool eager = plan_->timing == Timing::eager;
     world_.commit(operation.unit, scheduler_.device_offset(entry), all, operation.flag, eager && operation.flag);

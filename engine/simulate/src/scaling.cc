@@ -46,6 +46,8 @@ class RankClock {
     if (!rank.error().empty() || !rank.done()) {
       result_.failure = (rank.error().empty() ? "stall" : rank.error()) + "\n" + rank.describe();
     }
+    count_.time_ns = now_ - step_began_;
+    result_.rest = count_;
     result_.time_ns = now_;
     result_.tasks = rank.tasks_started();
     result_.bound_ns = *std::max_element(busy_, busy_ + kResources);

@@ -40,8 +40,9 @@ struct Operation {
   Index count = 0;
   std::uint32_t mask = 0xFFFFFFFFu;
   bool flag = false;
-  bool agrees = false;        // decide, several ranks: also where it discards, the ranks agree first
-  std::uint64_t work_ns = 0;  // compute, where Plan::timed
+  bool agrees = false;         // decide, several ranks: also where it discards, the ranks agree first
+  std::uint64_t work_ns = 0;   // compute, where Plan::timed
+  Index contribution = kNone;  // commit, one rank of several: which of Plan::contributions; kNone: all chunks
 };
 
 // One use of device memory in a pass, as the trace records it. Times are indices of the pass's operations.
@@ -70,7 +71,9 @@ struct Plan {
   Index expected_passes = 1;     // of each step
   std::vector<Operation> program;
   std::vector<Index> handles;  // the unit of each
-  std::string text;            // what it is, for messages
+  // Chunks of a unit that have a gradient in a commit; what some commits name.
+  std::vector<std::vector<std::uint8_t>> contributions;
+  std::string text;  // what it is, for messages
 };
 
 // Shards of a unit's parameters and gradients on the device: one for each rank that shares it, where it is partitioned.

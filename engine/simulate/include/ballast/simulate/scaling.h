@@ -29,6 +29,7 @@ struct StepCount {
 struct RankSimulation {
   std::string failure;  // empty: none
   std::vector<StepCount> steps;
+  StepCount rest;  // from the last decision to the end
   std::uint64_t time_ns = 0;
   std::uint64_t bound_ns = 0;  // the busiest resource over the whole run
   std::uint64_t tasks = 0;
