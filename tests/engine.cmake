@@ -50,6 +50,8 @@ target_include_directories(durability_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/
 ballast_add_test(resume_test LABEL integration TIMEOUT 600
   SOURCES integration/resume_test.cc integration/resume_matrix_test.cc integration/resume_interrupted_test.cc
   LIBRARIES ballast::engine)
+ballast_add_test(moments_test LABEL integration TIMEOUT 300 SOURCES integration/moments_test.cc
+  LIBRARIES ballast::engine)
 ballast_add_test(checkpoint_writers_test LABEL integration TIMEOUT 300 SOURCES integration/checkpoint_writers_test.cc
   LIBRARIES ballast::engine ballast_io_testing ballast_io ballast_offload ballast_schedule)
 target_include_directories(checkpoint_writers_test PRIVATE ${PROJECT_SOURCE_DIR}/engine/src)

@@ -5,6 +5,7 @@
 #include <ballast/base/error.h>
 #include <ballast/kernels/adam.h>
 #include <ballast/kernels/convert.h>
+#include <ballast/kernels/moments.h>
 #include <ballast/kernels/targets.h>
 #include <ballast/offload/cpu_pool.h>
 #include <ballast/offload/topology.h>
@@ -38,12 +39,12 @@ constexpr double kRoundsSeconds = 3.0;
 // differ in high bits only share a tag in an AMD core's first-level cache and evict each other.
 class Arrays {
  public:
-  explicit Arrays(std::size_t count) : count_(count) {
+  Arrays(std::size_t count, kernels::ElementType moments) : count_(count), moments_(moments) {
     std::size_t bytes = 0;
     std::array<std::size_t, kArrays> offsets{};
     for (int a = 0; a < kArrays; ++a) {
       offsets[a] = bytes;
-      bytes += (count * kElementBytes[a] + kPage - 1) / kPage * kPage + 37 * kPage;
+      bytes += (bytes_of(static_cast<Name>(a), count) + kPage - 1) / kPage * kPage + 37 * kPage;
     }
     const std::uint64_t available = offload::free_memory_bytes(offload::discover_topology());
     if (bytes > available) {
@@ -63,12 +64,38 @@ class Arrays {
   Arrays(const Arrays&) = delete;
   Arrays& operator=(const Arrays&) = delete;
 
-  enum Name { kParameter, kRemainder, kExpAvg, kExpAvgSq, kGradient, kWideParameter, kWideGradient, kCast, kArrays };
-  // The first five are the update's own; the others are what three passes need beside moments and gradient.
+  enum Name {
+    kParameter,
+    kRemainder,
+    kExpAvg,
+    kExpAvgSq,
+    kGradient,
+    kWideParameter,
+    kWideGradient,
+    kCast,
+    kWideExpAvg,
+    kWideExpAvgSq,
+    kArrays
+  };
+  // The first five are the update's own; the others are what three passes need beside the gradient. Those are the usual
+  // ones, over fp32 moments, which are the update's where that has such.
   static constexpr int kOwn = kWideParameter;
-  static constexpr std::array<std::size_t, kArrays> kElementBytes = {2, 2, 4, 4, 2, 4, 4, 2};
 
-  std::byte* at(Name name, std::size_t element) const { return data_[name] + element * kElementBytes[name]; }
+  // Of the elements before one; with 8-bit moments the first of a block.
+  std::size_t bytes_of(Name name, std::size_t elements) const {
+    constexpr std::array<std::size_t, kArrays> kElementBytes = {2, 2, 4, 4, 2, 4, 4, 2, 4, 4};
+    if (name >= kWideExpAvg && moments_ == kernels::ElementType::fp32) return 0;
+    if (name != kExpAvg && name != kExpAvgSq) return elements * kElementBytes[name];
+    if (moments_ != kernels::ElementType::int8) return elements * (moments_ == kernels::ElementType::fp32 ? 4 : 2);
+    return (elements + kernels::kMomentBlock - 1) / kernels::kMomentBlock * kernels::kMomentBlockBytes;
+  }
+  kernels::ElementType moments() const { return moments_; }
+  Name wide(Name moment) const {
+    if (moments_ == kernels::ElementType::fp32) return moment;
+    return moment == kExpAvg ? kWideExpAvg : kWideExpAvgSq;
+  }
+
+  std::byte* at(Name name, std::size_t element) const { return data_[name] + bytes_of(name, element); }
   template <class T>
   T* as(Name name, std::size_t element) const {
     return reinterpret_cast<T*>(at(name, element));
@@ -78,6 +105,7 @@ class Arrays {
  private:
   static constexpr std::size_t kPage = 4096;
   std::size_t count_;
+  kernels::ElementType moments_;
   std::size_t bytes_ = 0;
   void* mapping_ = nullptr;
   std::array<std::byte*, kArrays> data_{};
@@ -85,6 +113,7 @@ class Arrays {
 
 AdamArrays one_pass_arrays(const Arrays& arrays, std::size_t begin) {
   AdamArrays a;
+  a.moment_type = arrays.moments();
   a.gradient_type = kernels::ElementType::bf16;
   a.parameter = arrays.at(Arrays::kParameter, begin);
   a.master = arrays.at(Arrays::kRemainder, begin);
@@ -96,17 +125,18 @@ AdamArrays one_pass_arrays(const Arrays& arrays, std::size_t begin) {
 
 class Bench {
  public:
-  Bench(std::size_t count, int threads)
+  Bench(std::size_t count, int threads, kernels::ElementType moments)
       : pool_(offload::make_tbb_pool(threads)),
-        arrays_(count),
+        arrays_(count, moments),
         scalars_(kernels::adam_scalars(kUpdate, 100, 1.0 / 64)) {
     in_parallel([&](std::size_t begin, std::size_t end) {  // also places the pages, and none holds a subnormal number
       const auto fill = [&](Arrays::Name name, int value) {
-        std::memset(arrays_.at(name, begin), value, (end - begin) * Arrays::kElementBytes[name]);
+        std::memset(arrays_.at(name, begin), value, arrays_.bytes_of(name, end - begin));
       };
       fill(Arrays::kRemainder, 0x11);
-      for (const auto name : {Arrays::kParameter, Arrays::kExpAvg, Arrays::kExpAvgSq, Arrays::kGradient,
-                              Arrays::kWideParameter, Arrays::kWideGradient, Arrays::kCast}) {
+      for (const auto name :
+           {Arrays::kParameter, Arrays::kExpAvg, Arrays::kExpAvgSq, Arrays::kGradient, Arrays::kWideParameter,
+            Arrays::kWideGradient, Arrays::kCast, Arrays::kWideExpAvg, Arrays::kWideExpAvgSq}) {
         fill(name, 0x3C);
       }
     });
@@ -122,7 +152,7 @@ class Bench {
     return seconds_of([&](std::size_t begin, std::size_t end) {
       for (int a = 0; a < Arrays::kOwn; ++a) {
         const auto name = static_cast<Arrays::Name>(a);
-        yardsticks::rewrite(arrays_.at(name, begin), (end - begin) * Arrays::kElementBytes[a]);
+        yardsticks::rewrite(arrays_.at(name, begin), arrays_.bytes_of(name, end - begin));
       }
     });
   }
@@ -138,8 +168,8 @@ class Bench {
       AdamArrays a;
       a.parameter_format = kernels::ParameterFormat::fp32;
       a.parameter = arrays_.at(Arrays::kWideParameter, begin);
-      a.exp_avg = arrays_.at(Arrays::kExpAvg, begin);
-      a.exp_avg_sq = arrays_.at(Arrays::kExpAvgSq, begin);
+      a.exp_avg = arrays_.at(arrays_.wide(Arrays::kExpAvg), begin);
+      a.exp_avg_sq = arrays_.at(arrays_.wide(Arrays::kExpAvgSq), begin);
       a.gradient = arrays_.at(Arrays::kWideGradient, begin);
       kernels::adam(unscaled, a, end - begin);
     });
@@ -151,11 +181,19 @@ class Bench {
   }
 
   int threads() const { return pool_->threads(); }
+  // Of all the update's arrays, and of the gradient among them.
+  double own_bytes() const {
+    double bytes = 0.0;
+    for (int a = 0; a < Arrays::kOwn; ++a) bytes += bytes_of(static_cast<Arrays::Name>(a));
+    return bytes;
+  }
+  double gradient_bytes() const { return bytes_of(Arrays::kGradient); }
 
  private:
   static constexpr kernels::AdamHyperparameters kUpdate{
       .learning_rate = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .epsilon = 1e-8, .weight_decay = 0.01, .decoupled = true};
 
+  double bytes_of(Arrays::Name name) const { return static_cast<double>(arrays_.bytes_of(name, arrays_.count())); }
   template <class Body>
   void in_parallel(const Body& body) {
     InterruptGuard::check();
@@ -181,10 +219,13 @@ double median(std::vector<double> values) {
 
 }  // namespace
 
-AdamBenchResult run_adam_bench(std::uint64_t parameters, int threads) {
+AdamBenchResult run_adam_bench(std::uint64_t parameters, int threads, MomentType moments) {
   if (parameters == 0) throw ConfigError("bench adam: 0 parameters; ask for 1 or more --parameters");
   const auto count = static_cast<std::size_t>(parameters);
-  Bench bench(count, threads);
+  Bench bench(count, threads,
+              moments == MomentType::int8   ? kernels::ElementType::int8
+              : moments == MomentType::bf16 ? kernels::ElementType::bf16
+                                            : kernels::ElementType::fp32);
   std::vector<double> one_pass, rewrite, three_passes;
   const auto start = std::chrono::steady_clock::now();
   for (int round = 0; round < kMostRounds; ++round) {
@@ -197,15 +238,12 @@ AdamBenchResult run_adam_bench(std::uint64_t parameters, int threads) {
     if (round % 2 == 0) three_passes.push_back(bench.three_passes());
     if (round % 2 != 0) one_pass.push_back(bench.one_pass());
   }
-  double own_bytes = 0.0;
-  for (int a = 0; a < Arrays::kOwn; ++a) own_bytes += static_cast<double>(Arrays::kElementBytes[a]);
   const double elements = static_cast<double>(count);
   AdamBenchResult result;
   result.parameters_per_second = elements / median(one_pass);
   // The update reads all of its arrays and writes all but the gradient.
-  result.bytes_per_second =
-      result.parameters_per_second * (2.0 * own_bytes - static_cast<double>(Arrays::kElementBytes[Arrays::kGradient]));
-  result.rewrite_bytes_per_second = elements * 2.0 * own_bytes / median(rewrite);
+  result.bytes_per_second = (2.0 * bench.own_bytes() - bench.gradient_bytes()) / median(one_pass);
+  result.rewrite_bytes_per_second = 2.0 * bench.own_bytes() / median(rewrite);
   result.three_pass_parameters_per_second = elements / median(three_passes);
   result.threads = bench.threads();
   result.instruction_set = kernels::active_target();

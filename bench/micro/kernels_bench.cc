@@ -94,6 +94,7 @@ void add_adam(const std::string& target) {
   variant("adam_split", ParameterFormat::split_bf16, ElementType::fp32, ElementType::bf16, 26);
   variant("adam_split_fp32_gradient", ParameterFormat::split_bf16, ElementType::fp32, ElementType::fp32, 28);
   variant("adam_split_bf16_moments", ParameterFormat::split_bf16, ElementType::bf16, ElementType::bf16, 18);
+  variant("adam_split_int8_moments", ParameterFormat::split_bf16, ElementType::int8, ElementType::bf16, 14);
   variant("adam_fp16", ParameterFormat::fp16, ElementType::fp32, ElementType::fp32, 30);
   variant("adam_fp32", ParameterFormat::fp32, ElementType::fp32, ElementType::fp32, 28);
 }

@@ -46,19 +46,32 @@ void to_values(const ChunkLayout& chunk, const std::byte* extent, float* values)
   }
 }
 
-void moment_values(MomentType type, const std::byte* moment, std::uint64_t first, std::span<float> values) {
-  if (type == MomentType::fp32) {
-    std::memcpy(values.data(), moment + first * 4, values.size() * 4);
-  } else {
-    kernels::bf16_to_fp32(reinterpret_cast<const std::uint16_t*>(moment) + first, values.data(), values.size());
+void moment_values(MomentType type, kernels::Moment which, const std::byte* moment, std::uint64_t first,
+                   std::span<float> values) {
+  switch (type) {
+    case MomentType::fp32:
+      std::memcpy(values.data(), moment + first * 4, values.size() * 4);
+      break;
+    case MomentType::bf16:
+      kernels::bf16_to_fp32(reinterpret_cast<const std::uint16_t*>(moment) + first, values.data(), values.size());
+      break;
+    case MomentType::int8:
+      kernels::int8_blocks_to_fp32(which, moment, first, values.data(), values.size());
+      break;
   }
 }
 
-void to_moment(MomentType type, std::span<const float> values, std::byte* moment) {
-  if (type == MomentType::fp32) {
-    std::memcpy(moment, values.data(), values.size() * 4);
-  } else {
-    kernels::fp32_to_bf16(values.data(), reinterpret_cast<std::uint16_t*>(moment), values.size());
+void to_moment(MomentType type, kernels::Moment which, std::span<const float> values, std::byte* moment) {
+  switch (type) {
+    case MomentType::fp32:
+      std::memcpy(moment, values.data(), values.size() * 4);
+      break;
+    case MomentType::bf16:
+      kernels::fp32_to_bf16(values.data(), reinterpret_cast<std::uint16_t*>(moment), values.size());
+      break;
+    case MomentType::int8:
+      kernels::fp32_to_int8_blocks(which, values.data(), moment, values.size());
+      break;
   }
 }
 

@@ -205,11 +205,7 @@ void read_placement(const Value& value, Config::Placement* placement) {
 void read_precision(Section section, Config::Precision* precision) {
   section.choice("parameters", {DataType::bf16, DataType::fp16, DataType::fp32}, &precision->parameters);
   section.choice("gradients", {DataType::fp32, DataType::bf16}, &precision->gradients);
-  if (const Value* moments = section.find("moments");
-      moments != nullptr && moments->kind == Kind::string && moments->text == "int8")
-    throw ConfigError(moments->where +
-                      ": precision.moments: this build has no \"int8\" moments; use \"fp32\" or \"bf16\"");
-  section.choice("moments", {MomentType::fp32, MomentType::bf16}, &precision->moments);
+  section.choice("moments", {MomentType::fp32, MomentType::bf16, MomentType::int8}, &precision->moments);
   section.refuse_the_rest();
 }
 

@@ -124,6 +124,8 @@ std::string_view to_string(MomentType type) {
       return "fp32";
     case MomentType::bf16:
       return "bf16";
+    case MomentType::int8:
+      return "int8";
   }
   BALLAST_CHECK(false);
   return "";

@@ -320,8 +320,9 @@ void EngineImplementation::load_state(engine::StoredState& state, const StoredPl
     std::memset(extent.data(), 0, states_bytes(chunk));
     engine::to_states(chunk, values.data(), extent.data());
     std::byte* moment = extent.data() + chunk.parameter_bytes + chunk.master_bytes;
-    for (const std::vector<float>* each : {&exp_avg, &exp_avg_sq}) {
-      if (moments > 0) engine::to_moment(config_.precision.moments, *each, moment);
+    for (const kernels::Moment which : {kernels::Moment::exp_avg, kernels::Moment::exp_avg_sq}) {
+      const std::vector<float>& values_of = which == kernels::Moment::exp_avg ? exp_avg : exp_avg_sq;
+      if (moments > 0) engine::to_moment(config_.precision.moments, which, values_of, moment);
       moment += chunk.moment_bytes;
     }
     executor_->save_chunk(c, extent.data());

@@ -161,6 +161,7 @@ void EngineImplementation::commit(const CommitOptions& options) {
   inputs.micro_batches = expected_micro_batches_;
   inputs.world_size = communicator_->world_size();
   inputs.rank = communicator_->rank();
+  inputs.device_updates_int8 = device_->host_addressable();
   std::vector<bool> trainable;
   for (const UnitState& unit : units_) trainable.push_back(unit.trainable);
   if (expected_order_.empty()) {
@@ -247,11 +248,11 @@ void EngineImplementation::initialize(const Engine::Fill& fill) {
   std::vector<float> values;
   for (std::uint32_t c = 0; c < layout.chunks.size(); ++c) {
     const ChunkLayout& chunk = layout.chunks[c];
-    // They wait where the moments will be, which have room for them.
+    // They wait where the moments will be, where those have room for them.
     std::byte* const moments = extent.data() + chunk.parameter_bytes + chunk.master_bytes;
-    if (chunk.moment_bytes == 0) values.resize(chunk.elements);
-    const std::span<float> all(chunk.moment_bytes == 0 ? values.data() : reinterpret_cast<float*>(moments),
-                               chunk.elements);
+    const bool room = 2 * chunk.moment_bytes >= chunk.elements * sizeof(float);
+    if (!room) values.resize(chunk.elements);
+    const std::span<float> all(room ? reinterpret_cast<float*>(moments) : values.data(), chunk.elements);
     std::fill(all.begin(), all.end(), 0.0f);
     for (std::uint32_t s = chunk.first_segment; s < chunk.first_segment + chunk.segment_count; ++s) {
       const Segment& segment = layout.segments[s];
@@ -337,8 +338,9 @@ void EngineImplementation::read_moments(ParameterId id, std::int64_t first_eleme
                    const ChunkLayout& chunk = plan_.layout.chunks[c];
                    executor_->load_chunk(c, extent.data());
                    const std::byte* moments = extent.data() + chunk.parameter_bytes + chunk.master_bytes;
-                   for (std::span<float> out : {exp_avg, exp_avg_sq}) {
-                     engine::moment_values(config_.precision.moments, moments, first, out.subspan(done, count));
+                   for (const kernels::Moment which : {kernels::Moment::exp_avg, kernels::Moment::exp_avg_sq}) {
+                     const std::span<float> out = which == kernels::Moment::exp_avg ? exp_avg : exp_avg_sq;
+                     engine::moment_values(config_.precision.moments, which, moments, first, out.subspan(done, count));
                      moments += chunk.moment_bytes;
                    }
                  });

@@ -57,8 +57,9 @@ Executor::Executor(const Plan& plan, const Config& config, offload::Device& devi
       log_(environment.log),
       gradient_type_(config.precision.gradients == DataType::bf16 ? kernels::ElementType::bf16
                                                                   : kernels::ElementType::fp32),
-      moment_type_(config.precision.moments == MomentType::bf16 ? kernels::ElementType::bf16
-                                                                : kernels::ElementType::fp32),
+      moment_type_(config.precision.moments == MomentType::bf16   ? kernels::ElementType::bf16
+                   : config.precision.moments == MomentType::int8 ? kernels::ElementType::int8
+                                                                  : kernels::ElementType::fp32),
       gradient_bytes_(element_bytes(config.precision.gradients)),
       communicators_(std::move(communicators)),
       trusts_chunks_(hooks != nullptr && hooks->trusts_chunks),

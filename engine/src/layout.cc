@@ -4,6 +4,7 @@
 
 #include <ballast/base/check.h>
 #include <ballast/base/size.h>
+#include <ballast/kernels/moments.h>
 #include <ballast/kernels/reduce.h>
 
 #include <algorithm>
@@ -35,6 +36,10 @@ ShardRange shard_range(std::uint64_t elements, std::uint32_t world_size, std::ui
 }
 
 namespace {
+
+static_assert(kernels::kSumBlock % kernels::kMomentBlock == 0);
+static_assert(parameter_alignment(MomentType::int8) == kernels::kMomentBlock);
+static_assert(moment_bytes(MomentType::int8, kernels::kMomentBlock) == kernels::kMomentBlockBytes);
 
 constexpr std::uint64_t kChunksMax = std::uint64_t{1} << 24;
 
@@ -74,7 +79,9 @@ struct Builder {
         chunk.master_bytes = dtype == DataType::bf16   ? chunk.elements * 2
                              : dtype == DataType::fp16 ? chunk.elements * 4
                                                        : 0;
-        chunk.moment_bytes = chunk.elements * element_bytes(precision.moments);
+        // 8-bit ones end between borders of a drive's blocks: filled up, as two of them take a multiple of two
+        // granules.
+        chunk.moment_bytes = round_up(moment_bytes(precision.moments, chunk.elements), granule);
         chunk.first_block = layout.blocks;
         layout.blocks += chunk.elements / kernels::kSumBlock;
       } else if (dtype == DataType::bf16) {
@@ -141,7 +148,7 @@ struct Builder {
       for (; i < order.size(); ++i) {
         ParameterLayout& p = unit.parameters[order[i]];
         if (p.dtype != dtype || p.trainable != trainable || p.counted != counted) break;
-        element = round_up(element, kParameterAlignment);
+        element = round_up(element, parameter_alignment(precision.moments));
         if (trainable && element > gap_begin) unit.gradient_gaps.push_back({gap_begin, element - gap_begin});
         p.begin = element;
         p.device_offset = byte + (element - begin) * element_bytes(dtype);

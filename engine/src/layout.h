@@ -3,9 +3,12 @@
 // A flat parameter is sorted by (trainable first, dtype, counted in the norm first, group), then as registered; each
 // parameter begins on a multiple of 128 elements (256 bytes in the narrowest dtype). Parameters of one (trainable,
 // dtype, counted) form a section.
-// With several ranks a section consists of equal shards, one per rank in order; a shard is cut into chunks of about
-// equal size whose borders are multiples of kernels::kSumBlock: sums of squares do not see them.
-// SPDX-License-Identifier: Apache-2.0
+// With 8-bit moments it is a multiple of 256 elements, so that a block of moments holds elements of one parameter, from
+// a multiple of 256 of its own: sections, shards and chunks begin on multiples of kSumBlock, so none of them cuts a
+// block, and blocks are the same whatever the chunk size, the number of ranks, the placement and the neighbours. With
+// several ranks a section consists of equal shards, one per rank in order; a shard is cut into chunks of about equal
+// size whose borders are multiples of kernels::kSumBlock: sums of squares do not see them. SPDX-License-Identifier:
+// Apache-2.0
 #pragma once
 
 #include <ballast/engine/engine.h>
@@ -17,7 +20,8 @@
 
 namespace ballast::engine {
 
-constexpr std::uint64_t kParameterAlignment = 128;  // elements
+// In elements.
+constexpr std::uint64_t parameter_alignment(MomentType moments) { return moments == MomentType::int8 ? 256 : 128; }
 
 struct ParameterLayout {
   std::string name;
@@ -52,7 +56,7 @@ struct ChunkLayout {
   // Bytes of each state; the optimizer's states are master, exp_avg, exp_avg_sq in this order.
   std::uint64_t parameter_bytes = 0;
   std::uint64_t master_bytes = 0;
-  std::uint64_t moment_bytes = 0;  // of one moment
+  std::uint64_t moment_bytes = 0;  // of one moment, with padding
   std::uint64_t optimizer_bytes() const { return master_bytes + 2 * moment_bytes; }
   std::uint64_t first_block = 0;  // index of its first sum-of-squares block over all chunks
 };

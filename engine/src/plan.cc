@@ -61,6 +61,11 @@ class Planner {
                         std::to_string(plan_.world_size) + " ranks");
     }
     plan_.partition = {shards, plan_.rank % shards, config.zero_stage == 0};
+    if (!config.placement.automatic && config.placement.optimizer == Tier::device && !optimizer_may_be_on_device()) {
+      throw ConfigError(
+          "precision.moments \"int8\" with placement.optimizer \"device\": the update on a GPU has no 8-bit moments; "
+          "place the optimizer on \"host\" or \"nvme\", or use \"fp32\" or \"bf16\" moments");
+    }
     choose_timing();
   }
 
@@ -88,6 +93,10 @@ class Planner {
   }
 
  private:
+  bool optimizer_may_be_on_device() const {
+    return config_.precision.moments != MomentType::int8 || inputs_.device_updates_int8;
+  }
+
   void choose_timing() {
     const bool needs_norm =
         config_.optimizer.clip_global_norm.has_value() || config_.loss_scale.kind == Config::LossScale::Kind::dynamic;
@@ -306,9 +315,11 @@ class Planner {
 
   void choose_automatically() {
     const auto stored_before = plan_.stored_gradients;
-    set_tiers(Tier::device, Tier::device, Tier::device);
-    if (device_fits() && needs().minimum() <= config_.budget.host_bytes) return;
-    plan_.stored_gradients = stored_before;
+    if (optimizer_may_be_on_device()) {
+      set_tiers(Tier::device, Tier::device, Tier::device);
+      if (device_fits() && needs().minimum() <= config_.budget.host_bytes) return;
+      plan_.stored_gradients = stored_before;
+    }
     set_tiers(Tier::host, Tier::host, Tier::host);
     plan_device();
     if (needs().minimum() <= config_.budget.host_bytes) return;

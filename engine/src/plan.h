@@ -81,12 +81,13 @@ struct PlanInputs {
   std::uint64_t alignment_bytes = 4096;  // of the NVMe paths; a power of two
   int world_size = 1;
   int rank = 0;
+  bool device_updates_int8 = true;  // the device has an update of 8-bit moments, or the CPU reaches its memory
 };
 
 // Several ranks: every rank makes the same decisions, but for the shards that it stores. (Units with communicators of
 // their own stand at the same places on all ranks, with the same shapes and as many members: every rank of the world
 // issues the same sequence of collectives, by places, and so do the members of each communicator.) Throws PlanError
-// where the budgets cannot work.
+// where the budgets cannot work, ConfigError where the settings cannot.
 Plan make_plan(const std::vector<UnitSpec>& units, const Config& config, const PlanInputs& inputs);
 
 // The openings of a pass as the scheduler's map wants them. Units whose parameters live on the device take no place.

@@ -12,6 +12,7 @@
 #endif
 
 #include "ballast/base/check.h"
+#include "ballast/kernels/moments.h"
 #include "ballast/kernels/reduce.h"
 
 namespace ballast::offload {
@@ -19,12 +20,17 @@ namespace {
 
 // Elements per piece: some 1.7 MB of states, so that handing a piece out costs nothing beside working on it.
 constexpr std::size_t kPieceElements = 64 * 1024;
-static_assert(kPieceElements % kernels::kSumBlock == 0);
+static_assert(kPieceElements % kernels::kSumBlock == 0 && kPieceElements % kernels::kMomentBlock == 0);
 
 constexpr std::size_t kHashBytes = 256 * 1024;
 constexpr std::size_t kHashesPerGroup = 256;
 
 std::size_t element_bytes(kernels::ElementType type) { return type == kernels::ElementType::fp32 ? 4 : 2; }
+// Bytes before an element; with 8-bit moments the first of a block.
+std::size_t moment_bytes(kernels::ElementType type, std::size_t elements) {
+  return type == kernels::ElementType::int8 ? elements / kernels::kMomentBlock * kernels::kMomentBlockBytes
+                                            : elements * element_bytes(type);
+}
 std::size_t parameter_bytes(kernels::ParameterFormat format) {
   return format == kernels::ParameterFormat::fp32 ? 4 : 2;
 }
@@ -43,7 +49,6 @@ std::size_t master_bytes(kernels::ParameterFormat format) {
 std::byte* at(std::byte* base, std::size_t bytes) { return base == nullptr ? nullptr : base + bytes; }
 
 void update_range(const ChunkArrays& arrays, const kernels::AdamScalars& scalars, std::size_t begin, std::size_t end) {
-  const std::size_t moment = element_bytes(arrays.moment_type);
   const std::size_t parameter = parameter_bytes(arrays.parameter_format);
   kernels::AdamArrays range;
   range.parameter_format = arrays.parameter_format;
@@ -51,8 +56,8 @@ void update_range(const ChunkArrays& arrays, const kernels::AdamScalars& scalars
   range.gradient_type = arrays.gradient_type;
   range.parameter = at(arrays.parameter, begin * parameter);
   range.master = at(arrays.master, begin * master_bytes(arrays.parameter_format));
-  range.exp_avg = at(arrays.exp_avg, begin * moment);
-  range.exp_avg_sq = at(arrays.exp_avg_sq, begin * moment);
+  range.exp_avg = at(arrays.exp_avg, moment_bytes(arrays.moment_type, begin));
+  range.exp_avg_sq = at(arrays.exp_avg_sq, moment_bytes(arrays.moment_type, begin));
   range.gradient = arrays.gradient + begin * element_bytes(arrays.gradient_type);
   range.published = at(arrays.published, begin * parameter);
   kernels::adam(scalars, range, end - begin);
@@ -64,6 +69,7 @@ void update_chunk(CpuPool& pool, const ChunkArrays& arrays, std::span<const Upda
   std::uint64_t end = 0;
   for (const UpdateSegment& segment : segments) {
     BALLAST_CHECK(segment.begin >= end && segment.count <= UINT64_MAX - segment.begin);
+    BALLAST_CHECK(arrays.moment_type != kernels::ElementType::int8 || segment.begin % kernels::kMomentBlock == 0);
     end = segment.begin + segment.count;
   }
   if (end == 0) return;

@@ -137,6 +137,7 @@ TEST_F(Resume, WhatLeavesTheNumbersAloneMayChangeAndWhatDoesNotIsRefusedByName) 
   refused("optimizer.clip_global_norm", [](Config& c) { c.optimizer.clip_global_norm = 2.0; });
   refused("loss_scale", [](Config& c) { c.loss_scale.kind = Config::LossScale::Kind::dynamic; });
   refused("precision.moments", [](Config& c) { c.precision.moments = MomentType::bf16; });
+  refused("precision.moments", [](Config& c) { c.precision.moments = MomentType::int8; });
   refused("precision.gradients", [](Config& c) { c.precision.gradients = DataType::bf16; });
   refused("bf16", [](Config& c) { c.precision.parameters = DataType::fp32; });
 }

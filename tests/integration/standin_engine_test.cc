@@ -96,6 +96,10 @@ TEST(StandInEngine, RandomModelsInRandomStreamTimingsEqualThePlainRun) {
     config.placement.optimizer = static_cast<Tier>(random.below(3));
     config.placement.gradients = static_cast<Tier>(random.below(3));
     config.placement.automatic = random.below(4) == 0;
+    if (c.precision.moments == MomentType::int8 && config.placement.optimizer == Tier::device &&
+        !config.placement.automatic) {
+      config.placement.optimizer = Tier::host;
+    }
     expect_same(run_on_device(c, config, seed), expected);
     if (HasFailure()) return;
   }
@@ -154,6 +158,25 @@ TEST(StandInEngine, TheConfigurationPicksTheDevice) {
       "host");
   config.device = "cuda";
   EXPECT_THROW(Engine engine(config), ConfigError);
+}
+
+TEST(StandInEngine, EightBitMomentsAreRefusedOnTheDeviceAndPlacedElsewhereByAuto) {
+  const TemporaryDirectory directory;
+  standin::reset();
+  Case c = gpt_case();
+  c.precision.moments = MomentType::int8;
+  const Outcome expected = run_case(c, plain_config(directory.path(), Tier::device, Timing::after_backward), {});
+  Config config = plain_config(directory.path(), Tier::device, Timing::just_in_time);
+  Case on_card = c;
+  on_device(on_card.options);
+  try {
+    run_case(on_card, config, cuda_environment());
+    FAIL() << "nothing was thrown";
+  } catch (const ConfigError& error) {
+    EXPECT_THAT(error.what(), ::testing::AllOf(HasSubstr("precision.moments"), HasSubstr("placement.optimizer")));
+  }
+  config.placement.automatic = true;
+  expect_same(run_on_device(c, config, 1), expected);
 }
 
 TEST(StandInEngine, ABudgetBeyondTheDeviceIsRefusedWithTheNumbers) {

@@ -45,7 +45,8 @@ inline Case make_case(std::uint64_t seed) {
   c.options.tied = c.model[0].trainable && random.below(2) == 0;
   c.precision.parameters = static_cast<DataType>(random.below(3));
   c.precision.gradients = random.below(3) == 0 ? DataType::bf16 : DataType::fp32;
-  c.precision.moments = random.below(3) == 0 ? MomentType::bf16 : MomentType::fp32;
+  constexpr MomentType kMoments[] = {MomentType::bf16, MomentType::int8, MomentType::fp32};
+  c.precision.moments = kMoments[random.below(3)];
   c.type = random.below(2) == 0 ? "adamw" : "adam";
   c.clip = random.below(3) == 0;
   if (random.below(2) == 0) {

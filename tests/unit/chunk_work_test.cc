@@ -37,6 +37,10 @@ std::vector<std::unique_ptr<CpuPool>> pools() {
 }
 
 std::size_t bytes_of(ElementType type) { return type == ElementType::fp32 ? 4 : 2; }
+// Of the moments of so many elements; 8-bit ones in blocks of 256 bytes and a scale.
+std::size_t moment_bytes(ElementType type, std::size_t elements) {
+  return type == ElementType::int8 ? (elements + 255) / 256 * 260 : elements * bytes_of(type);
+}
 
 kernels::AdamScalars scalars_of(std::uint64_t step, double rate, double scale = 1) {
   return kernels::adam_scalars({rate, 0.9, 0.95, 1e-8, 0.1, true}, step, scale);
@@ -74,14 +78,17 @@ struct Chunk {
                                                                                : 0;
     parameter.resize(count * parameter_size);
     master.resize(count * master_size);
-    exp_avg.resize(count * bytes_of(kind.moments));
-    exp_avg_sq.resize(count * bytes_of(kind.moments));
+    exp_avg.resize(moment_bytes(kind.moments, count));
+    exp_avg_sq.resize(moment_bytes(kind.moments, count));
     gradient.resize(count * bytes_of(kind.gradients));
     published.resize(kind.published ? parameter.size() : 0, std::byte{0xCD});
     fill(parameter, parameter_size, kSeed);
     if (master_size != 0) fill(master, master_size, kSeed + 1);
-    fill(exp_avg, bytes_of(kind.moments), kSeed + 2);
-    fill(exp_avg_sq, bytes_of(kind.moments), kSeed + 3, true);
+    // 8-bit moments begin as zeros: random bytes would be scales that are no numbers.
+    if (kind.moments != ElementType::int8) {
+      fill(exp_avg, bytes_of(kind.moments), kSeed + 2);
+      fill(exp_avg_sq, bytes_of(kind.moments), kSeed + 3, true);
+    }
     fill(gradient, bytes_of(kind.gradients), kSeed + 4);
   }
   ChunkArrays arrays() {
@@ -109,8 +116,8 @@ struct Chunk {
     range.gradient_type = kind_.gradients;
     range.parameter = all.parameter + begin * parameter_size;
     if (all.master != nullptr) range.master = all.master + begin * (kind_.format == ParameterFormat::fp16 ? 4 : 2);
-    range.exp_avg = all.exp_avg + begin * bytes_of(kind_.moments);
-    range.exp_avg_sq = all.exp_avg_sq + begin * bytes_of(kind_.moments);
+    range.exp_avg = all.exp_avg + moment_bytes(kind_.moments, begin);
+    range.exp_avg_sq = all.exp_avg_sq + moment_bytes(kind_.moments, begin);
     range.gradient = all.gradient + begin * bytes_of(kind_.gradients);
     if (all.published != nullptr) range.published = all.published + begin * parameter_size;
     kernels::adam(segment.scalars, range, segment.count);
@@ -152,6 +159,19 @@ TEST(UpdateChunk, EveryFormatGivesTheBitsOfOneCallPerParameter) {
           expect_same_on_every_pool({format, moments, gradients, published}, count, segments);
         }
       }
+    }
+  }
+}
+
+// Segments begin with a block; blocks that no segment touches keep their bytes.
+TEST(UpdateChunk, EightBitMomentsGiveTheBitsOfOneCallPerParameter) {
+  const std::size_t count = 3 * kPiece;
+  const std::vector<UpdateSegment> segments = {{256, kPiece - 20, scalars_of(1, 1e-3)},
+                                               {kPiece + 512, kPiece + 3, scalars_of(7, 2e-3, 0.5)},
+                                               {2 * kPiece + 1024, 1, scalars_of(100, 1e-2)}};
+  for (const ParameterFormat format : {ParameterFormat::split_bf16, ParameterFormat::fp16, ParameterFormat::fp32}) {
+    for (const ElementType gradients : {ElementType::fp32, ElementType::bf16}) {
+      expect_same_on_every_pool({format, ElementType::int8, gradients, true}, count, segments);
     }
   }
 }

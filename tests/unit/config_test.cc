@@ -233,8 +233,8 @@ TEST(Config, EagerTimingExcludesWhatNeedsTheWholeGradientFirst) {
 }
 
 TEST(Config, WhatThisBuildLacksIsNamedWithWhatToUseInstead) {
-  EXPECT_THAT(refusal(R"({"precision": {"moments": "int8"}})"),
-              AllOf(HasSubstr("precision.moments"), HasSubstr("bf16")));
+  EXPECT_THAT(refusal(R"({"precision": {"moments": "int4"}})"),
+              AllOf(HasSubstr("precision.moments"), HasSubstr("int8")));
   EXPECT_THAT(refusal(R"({"durability": "always"})"), AllOf(HasSubstr("durability"), HasSubstr("\"step\"")));
   EXPECT_THAT(refusal(R"({"durability": {"every": 0}})"), HasSubstr("durability.every"));
   EXPECT_EQ(refusal(R"({"communication": {"backend": "mpi"}})"), "accepted");  // so is whether it is built in

@@ -48,7 +48,8 @@ void check(const std::vector<UnitSpec>& specs, const Layout& layout, std::uint64
       if (chunk.trainable) {
         ASSERT_EQ(chunk.first_block, blocks);
         blocks += chunk.elements / kernels::kSumBlock;
-        ASSERT_EQ(chunk.moment_bytes, chunk.elements * element_bytes(precision.moments));
+        const std::uint64_t least = moment_bytes(precision.moments, chunk.elements);
+        ASSERT_EQ(chunk.moment_bytes, (least + kGranule - 1) / kGranule * kGranule);
         ASSERT_EQ(chunk.parameter_bytes + chunk.master_bytes, chunk.elements * (chunk.dtype == DataType::fp16 ? 6 : 4));
         ASSERT_EQ(unit.gradient_elements >= begin, true);
       } else {
@@ -83,8 +84,9 @@ void check(const std::vector<UnitSpec>& specs, const Layout& layout, std::uint64
       const ParameterLayout& parameter = unit.parameters[p];
       ASSERT_EQ(parameter.name, specs[u].parameters[p].name) << "as registered";
       ASSERT_EQ(covered[p], parameter.elements);
-      ASSERT_EQ(parameter.begin % kParameterAlignment, 0u);
-      ASSERT_EQ(parameter.device_offset % (kParameterAlignment * 2), 0u);
+      const std::uint64_t alignment = precision.moments == MomentType::int8 ? 256 : 128;
+      ASSERT_EQ(parameter.begin % alignment, 0u);
+      ASSERT_EQ(parameter.device_offset % (alignment * 2), 0u);
       parameters += parameter.elements;
       if (parameter.trainable) trainable_elements += parameter.elements;
     }
@@ -106,7 +108,7 @@ TEST(LayoutTest, RandomUnitsKeepEveryRule) {
     base::Random random(seed);
     Config::Precision precision;
     precision.parameters = static_cast<DataType>(random.below(3));
-    precision.moments = static_cast<MomentType>(random.below(2));
+    precision.moments = static_cast<MomentType>(random.below(3));
     std::vector<UnitSpec> units;
     for (std::uint64_t u = 0; u <= random.below(4); ++u) {
       UnitSpec unit{"u" + std::to_string(u), {}};
@@ -191,6 +193,29 @@ TEST(LayoutTest, ThreeThousandMillionElementsKeepTheirCounts) {
   EXPECT_GE(optimizer, 36'000'000'000u);
   const Segment& segment = layout.segments.back();
   EXPECT_EQ(segment.parameter_first + segment.count, 3'000'000'000u);
+}
+
+TEST(LayoutTest, ABlockOfEightBitMomentsIsOneParametersAloneWhateverTheChunksAndTheRanks) {
+  Config::Precision precision;
+  precision.moments = MomentType::int8;
+  const std::vector<UnitSpec> units = {{"u", {{"a", {1}}, {"b", {255}}, {"c", {257}}, {"d", {100'003}}, {"e", {130}}}}};
+  for (const std::uint32_t world : {1U, 2U, 3U, 7U}) {
+    for (const std::uint64_t chunk_elements : {kGranule, 4 * kGranule, 64 * kGranule}) {
+      for (std::uint32_t rank = 0; rank < world; ++rank) {
+        const Layout layout = make_layout(units, precision, chunk_elements, kGranule, {world, rank});
+        for (const Segment& segment : layout.segments) {
+          EXPECT_EQ(segment.begin % 256, 0U);
+          EXPECT_EQ(segment.parameter_first % 256, 0U);
+        }
+        for (const ChunkLayout& chunk : layout.chunks) {
+          // 2 bytes of parameter, 2 of remainder, and of each moment 1 and a 256th of 4, filled up to what drives want.
+          const std::uint64_t moment = (chunk.elements * 65 / 64 + kGranule - 1) / kGranule * kGranule;
+          EXPECT_EQ(chunk.parameter_bytes + chunk.optimizer_bytes(), chunk.elements * 4 + 2 * moment);
+          EXPECT_EQ(chunk.optimizer_bytes() % (2 * kGranule), 0U);
+        }
+      }
+    }
+  }
 }
 
 TEST(LayoutTest, ElementCountsAreRefusedWhereTheyOverflowOrAreNegative) {

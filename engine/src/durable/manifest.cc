@@ -49,7 +49,7 @@ void decode_layout(ByteReader& in, StoredLayout& layout) {
   }
   layout.path_count = in.number<std::uint32_t>();
   const auto moments = in.number<std::uint8_t>();
-  if (moments > static_cast<std::uint8_t>(MomentType::bf16)) in.fail("an unknown type of moments");
+  if (moments > static_cast<std::uint8_t>(MomentType::int8)) in.fail("an unknown type of moments");
   layout.moments = static_cast<MomentType>(moments);
   layout.fingerprint = in.text();
   layout.units.resize(in.count(16));
@@ -90,7 +90,7 @@ void decode_layout(ByteReader& in, StoredLayout& layout) {
         chunk.slot_bytes < chunk.stored_bytes() ||
         chunk.parameter_bytes < chunk.elements * element_bytes(chunk.dtype) ||
         chunk.master_bytes < least_master_bytes(chunk) ||
-        (chunk.moment_bytes > 0 && chunk.moment_bytes < chunk.elements * element_bytes(layout.moments))) {
+        (chunk.moment_bytes > 0 && chunk.moment_bytes < moment_bytes(layout.moments, chunk.elements))) {
       in.fail("impossible sizes of a chunk");
     }
     chunk.segments.resize(in.count(28));

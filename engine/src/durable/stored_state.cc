@@ -167,13 +167,14 @@ void StoredState::read(std::uint32_t unit, std::uint32_t parameter, std::uint64_
       kernels::fp16_to_fp32(narrow, out, count);
     }
     const std::byte* moments = master + chunk.master_bytes;
-    for (const std::span<float> moment : {exp_avg, exp_avg_sq}) {
+    for (const kernels::Moment which : {kernels::Moment::exp_avg, kernels::Moment::exp_avg_sq}) {
+      const std::span<float> moment = which == kernels::Moment::exp_avg ? exp_avg : exp_avg_sq;
       if (!moment.empty()) {
         float* const to = moment.data() + (from - first);
         if (chunk.moment_bytes == 0) {
           std::fill_n(to, count, 0.0F);
         } else {
-          moment_values(layouts_.front().moments, moments, begin, {to, count});
+          moment_values(layouts_.front().moments, which, moments, begin, {to, count});
         }
       }
       moments += chunk.moment_bytes;

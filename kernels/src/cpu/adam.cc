@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ballast/kernels/adam.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -13,6 +14,7 @@
 #include <hwy/highway.h>
 
 #include "cpu/lanes-inl.h"
+#include "cpu/moments-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace ballast::kernels::HWY_NAMESPACE {
@@ -146,9 +148,8 @@ void copy_elements(T* destination, const T* source, std::size_t count) {
 }
 
 template <bool kL2, ParameterFormat kFormat, ElementType kMoment, ElementType kGradient>
-void update_range(const AdamScalars& scalars, const AdamArrays& arrays, std::size_t count) {
+void update_range(const Constants& constants, const AdamArrays& arrays, std::size_t count) {
   using S = Streams<kFormat, kMoment, kGradient>;
-  const Constants constants(scalars);
   const S s{
       static_cast<typename S::Parameter*>(arrays.parameter),     static_cast<typename S::Master*>(arrays.master),
       static_cast<typename S::Moment*>(arrays.exp_avg),          static_cast<typename S::Moment*>(arrays.exp_avg_sq),
@@ -179,13 +180,57 @@ void update_range(const AdamScalars& scalars, const AdamArrays& arrays, std::siz
   if (s.published != nullptr) copy_elements(s.published + i, parameter, rest);
 }
 
+template <class T, class Pointer>
+Pointer advanced(Pointer pointer, std::size_t elements) {
+  using Element = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const T, T>;
+  return pointer == nullptr ? nullptr : static_cast<Element*>(pointer) + elements;
+}
+
+// 8-bit moments: block by block over fp32 copies of them, which stay in the nearest cache.
+template <bool kL2, ParameterFormat kFormat, ElementType kGradient>
+void update_blocks(const Constants& constants, const AdamArrays& arrays, std::size_t count) {
+  using S = Streams<kFormat, ElementType::fp32, kGradient>;
+  alignas(64) float exp_avg[kMomentBlock];
+  alignas(64) float exp_avg_sq[kMomentBlock];
+  for (std::size_t begin = 0; begin < count; begin += kMomentBlock) {
+    const std::size_t part = std::min(kMomentBlock, count - begin);
+    const std::size_t offset = begin / kMomentBlock * kMomentBlockBytes;
+    std::byte* const m = static_cast<std::byte*>(arrays.exp_avg) + offset;
+    std::byte* const v = static_cast<std::byte*>(arrays.exp_avg_sq) + offset;
+    decode_block<true>(m, exp_avg);
+    decode_block<false>(v, exp_avg_sq);
+    AdamArrays block;
+    block.parameter = advanced<typename S::Parameter>(arrays.parameter, begin);
+    block.master = advanced<typename S::Master>(arrays.master, begin);
+    block.exp_avg = exp_avg;
+    block.exp_avg_sq = exp_avg_sq;
+    block.gradient = advanced<typename S::Gradient>(arrays.gradient, begin);
+    block.published = advanced<typename S::Parameter>(arrays.published, begin);
+    update_range<kL2, kFormat, ElementType::fp32, kGradient>(constants, block, part);
+    std::fill(exp_avg + part, exp_avg + kMomentBlock, 0.0F);
+    std::fill(exp_avg_sq + part, exp_avg_sq + kMomentBlock, 0.0F);
+    encode_block<true>(exp_avg, m);
+    encode_block<false>(exp_avg_sq, v);
+  }
+}
+
+template <bool kL2, ParameterFormat kFormat, ElementType kMoment, ElementType kGradient>
+void update_stored(const AdamScalars& scalars, const AdamArrays& arrays, std::size_t count) {
+  const Constants constants(scalars);
+  if constexpr (kMoment == ElementType::int8) {
+    update_blocks<kL2, kFormat, kGradient>(constants, arrays, count);
+  } else {
+    update_range<kL2, kFormat, kMoment, kGradient>(constants, arrays, count);
+  }
+}
+
 template <ParameterFormat kFormat, ElementType kMoment, ElementType kGradient>
 void update_decay(const AdamScalars& scalars, const AdamArrays& arrays, std::size_t count) {
   // Without L2 the term is left out: 0 * p is NaN where p is infinite.
   if (scalars.l2_decay != 0.0F) {
-    update_range<true, kFormat, kMoment, kGradient>(scalars, arrays, count);
+    update_stored<true, kFormat, kMoment, kGradient>(scalars, arrays, count);
   } else {
-    update_range<false, kFormat, kMoment, kGradient>(scalars, arrays, count);
+    update_stored<false, kFormat, kMoment, kGradient>(scalars, arrays, count);
   }
 }
 
@@ -202,6 +247,8 @@ template <ParameterFormat kFormat>
 void update_moment(const AdamScalars& scalars, const AdamArrays& arrays, std::size_t count) {
   if (arrays.moment_type == ElementType::fp32) {
     update_gradient<kFormat, ElementType::fp32>(scalars, arrays, count);
+  } else if (arrays.moment_type == ElementType::int8) {
+    update_gradient<kFormat, ElementType::int8>(scalars, arrays, count);
   } else {
     update_gradient<kFormat, ElementType::bf16>(scalars, arrays, count);
   }

@@ -35,6 +35,7 @@ CudaKernels::~CudaKernels() {
 
 void CudaKernels::update(offload::Stream& stream, const offload::ChunkArrays& arrays,
                          std::span<const offload::UpdateSegment> segments) {
+  BALLAST_CHECK(arrays.moment_type != kernels::ElementType::int8);  // a configuration that asks for it is refused
   const DeviceScope scope(*state_);
   kernels::AdamArrays a;
   a.parameter_format = arrays.parameter_format;

@@ -16,7 +16,7 @@ namespace ballast {
 struct DeepSpeedFile;  // <ballast/engine/deepspeed.h>
 
 enum class DataType : std::uint8_t { bf16, fp16, fp32 };
-enum class MomentType : std::uint8_t { fp32, bf16 };
+enum class MomentType : std::uint8_t { fp32, bf16, int8 };
 enum class Tier : std::uint8_t { device, host, nvme };
 enum class Timing : std::uint8_t { automatic, eager, just_in_time, after_backward };
 
@@ -25,7 +25,11 @@ std::string_view to_string(MomentType type);
 std::string_view to_string(Tier tier);
 std::string_view to_string(Timing timing);
 constexpr std::uint64_t element_bytes(DataType type) { return type == DataType::fp32 ? 4 : 2; }
-constexpr std::uint64_t element_bytes(MomentType type) { return type == MomentType::fp32 ? 4 : 2; }
+// Of one moment of that many elements, in whole blocks of 256 where it is int8: 256 bytes and an fp32 scale each.
+constexpr std::uint64_t moment_bytes(MomentType type, std::uint64_t elements) {
+  if (type == MomentType::int8) return (elements + 255) / 256 * 260;
+  return elements * (type == MomentType::fp32 ? 4 : 2);
+}
 
 struct Config {
   int zero_stage = 3;

@@ -16,10 +16,11 @@ namespace ballast::kernels {
 //   v = beta2 * v + one_minus_beta2 * (g * g)
 //   p = p - step_size * m / (sqrt(v) * inverse_sqrt_correction2 + epsilon)
 // where step_size = learning_rate / (1 - beta1^t) and inverse_sqrt_correction2 = 1 / sqrt(1 - beta2^t). p steps by the
-// m and v that are stored: with bf16 moments they are rounded to nearest even first. Where step_size * m is zero p does
-// not step, so it keeps its bits at learning rate 0, and where m, v and epsilon are all 0. The L2 gradient, a sum of
-// two products that may cancel, is summed in double and rounded once. So each of m, v and p is within 4 ulp of the
-// largest summand of its formula, evaluated exactly from these scalars and the stored m and v.
+// m and v that are stored: with bf16 moments they are rounded to nearest even first. (8-bit moments are too coarse for
+// that: p steps by the m and v in fp32, which are stored after it, as in the paper that moments.h names.) Where
+// step_size * m is zero p does not step, so it keeps its bits at learning rate 0, and where m, v and epsilon are all 0.
+// The L2 gradient, a sum of two products that may cancel, is summed in double and rounded once. So each of m, v and p
+// is within 4 ulp of the largest summand of its formula, evaluated exactly from these scalars and the stored m and v.
 struct AdamScalars {
   float gradient_scale;  // 1 / (loss scale * micro-batches) * clip factor
   float beta1;
@@ -53,9 +54,10 @@ enum class ParameterFormat : std::uint8_t {
 };
 // bf16 moments are lossy: at beta2 = 0.999 a second moment decays by less than half a bf16 unit in the last place, so
 // it grows with the gradients but does not shrink.
-enum class ElementType : std::uint8_t { fp32, bf16 };
+enum class ElementType : std::uint8_t { fp32, bf16, int8 };  // int8: blocks of moments.h, of moments only
 
-// All arrays hold `count` elements and are aligned to their element; none may overlap another.
+// All arrays hold `count` elements and are aligned to their element; none may overlap another. 8-bit moments begin with
+// a block and end with a whole one, of which the part beyond `count` becomes 0: a range is cut between blocks only.
 struct AdamArrays {
   ParameterFormat parameter_format = ParameterFormat::split_bf16;
   ElementType moment_type = ElementType::fp32;

@@ -19,7 +19,8 @@ struct UpdateSegment {
   kernels::AdamScalars scalars{};  // of its group and step number
 };
 
-// Where a chunk's arrays are. Element i of the chunk is at index i of each.
+// Where a chunk's arrays are. Element i of the chunk is at index i of each; 8-bit moments lie in blocks that begin with
+// element 0, and so does every segment with one.
 struct ChunkArrays {
   kernels::ParameterFormat parameter_format = kernels::ParameterFormat::split_bf16;
   kernels::ElementType moment_type = kernels::ElementType::fp32;
