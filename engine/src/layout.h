@@ -7,8 +7,8 @@
 // a multiple of 256 of its own: sections, shards and chunks begin on multiples of kSumBlock, so none of them cuts a
 // block, and blocks are the same whatever the chunk size, the number of ranks, the placement and the neighbours. With
 // several ranks a section consists of equal shards, one per rank in order; a shard is cut into chunks of about equal
-// size whose borders are multiples of kernels::kSumBlock: sums of squares do not see them. SPDX-License-Identifier:
-// Apache-2.0
+// size whose borders are multiples of kernels::kSumBlock: sums of squares do not see them.
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <ballast/engine/engine.h>

@@ -83,8 +83,8 @@ class Planner {
       plan_.placement_name = "parameters " + std::string(to_string(keeps_parameters() ? Tier::device : p.parameters)) +
                              ", gradients " + std::string(to_string(p.gradients)) + ", optimizer " +
                              std::string(to_string(p.optimizer));
-      plan_device();
       const std::uint64_t smallest = find_chunk_size([&] { set_tiers(p.parameters, p.gradients, p.optimizer); });
+      plan_device();  // of the chunks that were chosen: what 8-bit moments take depends on them a little
       if (smallest > 0) refuse_host_budget(smallest);
     }
     share_out_host();
