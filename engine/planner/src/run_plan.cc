@@ -30,7 +30,7 @@ struct Request {
   engine::PlanInputs inputs;
 };
 
-Request request_of(const RunModel& model, const RunOptions& options) {
+Request request_of(const RunModel& model, const Config& config, const RunOptions& options) {
   if (model.units.empty()) throw ConfigError("a model without units has nothing to plan");
   if (model.micro_batches < 1) throw ConfigError("a step has at least one micro-batch");
   if (options.world_size < 1) throw ConfigError("a run has at least one rank");
@@ -51,6 +51,7 @@ Request request_of(const RunModel& model, const RunOptions& options) {
   request.inputs.openings = engine::expected_openings(model.order, trainable);
   request.inputs.micro_batches = model.micro_batches;
   request.inputs.alignment_bytes = std::max<std::uint64_t>(options.alignment_bytes, 4096);
+  request.inputs.device_updates_int8 = config.device != "cuda";
   request.inputs.world_size = options.world_size;
   return request;
 }
@@ -274,7 +275,7 @@ RunPlan evaluate(const Request& request, const RunModel& model, const Config& co
 
 RunPlan plan_run(const RunModel& model, const Config& config, const HardwareProfile& hardware,
                  const RunOptions& options) {
-  const Request request = request_of(model, options);
+  const Request request = request_of(model, config, options);
   RunPlan run = evaluate(request, model, config, hardware, options);
   run.smallest_host_bytes = smallest_budget(request, config, "host");
   run.smallest_device_bytes = smallest_budget(request, config, "device");
@@ -288,7 +289,7 @@ std::vector<Change> try_changes(const RunModel& model, const Config& config, con
                            const HardwareProfile& with_hardware) {
     try {
       const RunPlan changed =
-          evaluate(request_of(with_model, options), with_model, with_config, with_hardware, options);
+          evaluate(request_of(with_model, with_config, options), with_model, with_config, with_hardware, options);
       if (changed.step_seconds <= 0 || plan.step_seconds <= 0) return;
       const double work = with_model.tokens > 0 && model.tokens > 0 ? with_model.tokens / model.tokens : 1;
       changes.push_back({what, work * plan.step_seconds / changed.step_seconds, changed.step_seconds});
@@ -333,7 +334,7 @@ std::vector<Change> try_changes(const RunModel& model, const Config& config, con
 std::vector<CurvePoint> tokens_curve(const RunModel& model, const Config& config, const HardwareProfile& hardware,
                                      const RunOptions& options, const std::vector<double>& factors) {
   std::vector<CurvePoint> points;
-  const Request request = request_of(model, options);
+  const Request request = request_of(model, config, options);
   for (const double factor : factors) {
     require_positive(factor, "a factor of the curve");
     RunModel scaled = model;
