@@ -20,6 +20,9 @@ ballast_add_test(command_parts_test LABEL unit TIMEOUT 120
 target_include_directories(command_parts_test PRIVATE ${PROJECT_SOURCE_DIR}/bench)
 target_compile_definitions(command_parts_test PRIVATE BALLAST_SOURCE_DIR="${PROJECT_SOURCE_DIR}" BALLAST_COMMAND="")
 
+ballast_add_test(tune_test LABEL unit TIMEOUT 120 SOURCES unit/tune_test.cc ${command_parts}/tune_search.cc
+  LIBRARIES ballast_base)
+target_include_directories(tune_test PRIVATE ${PROJECT_SOURCE_DIR}/bench)
 ballast_add_test(report_test LABEL unit TIMEOUT 120 SOURCES unit/report_test.cc LIBRARIES ballast_report)
 
 if(TARGET ballast)
@@ -28,7 +31,7 @@ if(TARGET ballast)
            COMMAND ${PROJECT_SOURCE_DIR}/tests/integration/report_in_browser $<TARGET_FILE:ballast>)
   set_tests_properties(report_in_browser PROPERTIES LABELS integration TIMEOUT 600 SKIP_RETURN_CODE 77)
   foreach(name command_checkpoint_test command_data_test command_deepspeed_test command_plan_test command_report_test
-               command_refusals_test command_train_test)
+               command_refusals_test command_train_test command_tune_test)
     ballast_add_test(${name} LABEL integration TIMEOUT 600
       SOURCES integration/${name}.cc integration/command_runner.cc LIBRARIES nlohmann_json::nlohmann_json)
     target_compile_features(${name} PRIVATE cxx_std_20)

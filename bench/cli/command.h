@@ -23,6 +23,7 @@ struct Command {
 
 Command add_train(CLI::App& app);
 Command add_plan(CLI::App& app);
+Command add_tune(CLI::App& app);
 Command add_doctor(CLI::App& app);
 std::vector<Command> add_checkpoint(CLI::App& app);  // inspect, verify, export, import
 Command add_bench_io(CLI::App& bench);

@@ -44,6 +44,7 @@ int run(int argc, char** argv) {
   commands.push_back(add_bench_step(*bench));
   commands.push_back(add_bench_copy(*bench));
   commands.push_back(add_bench_collective(*bench));
+  commands.push_back(add_tune(app));
   commands.push_back(add_doctor(app));
   for (Command& command : add_checkpoint(app)) commands.push_back(std::move(command));
   try {

@@ -283,6 +283,13 @@ double StorageBench::flush_seconds() {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
+std::vector<std::string> StorageBench::open_files() const {
+  std::vector<std::string> paths;
+  for (const auto& lane : implementation_->lanes)
+    paths.push_back("/proc/self/fd/" + std::to_string(lane.file->descriptor()));
+  return paths;
+}
+
 std::string StorageBench::backend_name() const {
   return std::string(implementation_->lanes.front().opened.storage->name());
 }

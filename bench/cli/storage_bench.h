@@ -54,6 +54,9 @@ class StorageBench {
   Result run(Pattern pattern, std::uint64_t parts = 1, const std::function<void()>& between = {});
   double flush_seconds();  // makes what was written durable
 
+  // Of its files, while it lives: for another one to read and rewrite.
+  std::vector<std::string> open_files() const;
+
   std::string backend_name() const;
   const std::string& backend_reason() const;
   bool direct() const;                     // false: the page cache is measured
