@@ -49,9 +49,11 @@ std::string shown(const Value& value) {
   return {};
 }
 
+// As short as it can be to be read back the same.
 std::string number_text(double value) {
   char text[32];
-  std::snprintf(text, sizeof text, "%.17g", value);
+  std::snprintf(text, sizeof text, "%.15g", value);
+  if (json::to_double(text) != value) std::snprintf(text, sizeof text, "%.17g", value);
   return text;
 }
 

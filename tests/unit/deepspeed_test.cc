@@ -261,6 +261,7 @@ TEST(DeepSpeed, TheTableHasALineForEveryKeyInTheFilesOrder) {
     at = text.find("\n  " + line.key + " ", at);
   }
   EXPECT_EQ(config.deepspeed->lines.size(), 31u) << "keys with values, counted in the file";
+  EXPECT_EQ(line_of(config, "optimizer.params.weight_decay").became, "optimizer.weight_decay 0.1");
   EXPECT_THAT(text, AllOf(HasSubstr("-> zero_stage 3"), HasSubstr("- nothing: host memory is always pinned")));
 }
 
