@@ -6,7 +6,9 @@
 #include <ballast/engine/config.h>
 
 #include <CLI/CLI.hpp>
+#include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -48,6 +50,14 @@ class EngineOptions {
   std::vector<std::string> settings_;
   bool explain_ = false;
 };
+
+// Of a step, over all ranks and micro-batches. What is not given on the command line, a DeepSpeed configuration may
+// say; otherwise 4 sequences per rank and micro-batch. Throws ConfigError where what that says contradicts itself.
+struct BatchSizes {
+  std::int64_t sequences = 0, micro_batches = 1;
+};
+BatchSizes batch_sizes(const Config& config, std::optional<std::int64_t> batch,
+                       std::optional<std::int64_t> micro_batches, int ranks);
 
 // Accepts 0 to 2^64 - 1 in digits (the parser itself would take what is larger for the largest).
 CLI::Validator whole_number();

@@ -28,15 +28,16 @@ struct Options {
   std::int64_t ranks = 1;
   std::optional<std::int64_t> batch;
   std::int64_t sequence = 128;
-  std::int64_t micro_batches = 1;
+  std::optional<std::int64_t> micro_batches;
   std::string order = "horizontal";
 };
 
-gpt::TrainSettings settings_of(const Options& options, const gpt::GptShape& shape) {
+gpt::TrainSettings settings_of(const Options& options, const Config& config, const gpt::GptShape& shape) {
   gpt::TrainSettings settings;
   settings.world_size = static_cast<int>(options.ranks);
-  settings.micro_batches = options.micro_batches;
-  settings.batch = options.batch.value_or(4 * options.micro_batches * options.ranks);
+  const BatchSizes sizes = batch_sizes(config, options.batch, options.micro_batches, settings.world_size);
+  settings.batch = sizes.sequences;
+  settings.micro_batches = sizes.micro_batches;
   settings.sequence = options.sequence;
   settings.order = options.order == "vertical" ? gpt::MicroBatchOrder::vertical : gpt::MicroBatchOrder::horizontal;
   settings.validate(shape);
@@ -275,7 +276,7 @@ int run(const Options& options) {
   const Config config = options.engine.load();
   const planner::HardwareProfile hardware =
       options.hardware.empty() ? planner::two_core_profile() : planner::HardwareProfile::from_file(options.hardware);
-  const gpt::TrainSettings settings = settings_of(options, shape);
+  const gpt::TrainSettings settings = settings_of(options, config, shape);
   OutputFile json(options.json);
   const planner::RunModel model = run_model(shape, settings);
   const planner::RunOptions run_options{.world_size = settings.world_size};
@@ -295,6 +296,7 @@ Command add_plan(CLI::App& app) {
   CLI::App* parser = app.add_subcommand("plan", "Tell what a training run will take, without starting it");
   parser->add_option("--model", options->model, "Shape of the GPT, JSON")->type_name("FILE")->required();
   options->engine.add_to(*parser, true);
+  options->engine.add_explain(*parser);
   parser->add_option("--hardware", options->hardware, "Hardware profile, JSON (one of a two-core machine)")
       ->type_name("FILE");
   const auto positive = CLI::PositiveNumber;
@@ -309,10 +311,7 @@ Command add_plan(CLI::App& app) {
       ->type_name("T")
       ->check(positive)
       ->capture_default_str();
-  parser->add_option("--micro-batches", options->micro_batches, "Passes per step")
-      ->type_name("K")
-      ->check(positive)
-      ->capture_default_str();
+  parser->add_option("--micro-batches", options->micro_batches, "Passes per step (1)")->type_name("K")->check(positive);
   parser->add_option("--order", options->order, "Micro-batches one after another, or layer by layer")
       ->check(CLI::IsMember({"horizontal", "vertical"}))
       ->capture_default_str();

@@ -3,7 +3,6 @@
 #include <ballast/base/error.h>
 #include <ballast/base/size.h>
 #include <ballast/engine/checkpoint.h>
-#include <ballast/engine/deepspeed.h>
 #include <ballast/engine/engine.h>
 #include <ballast/offload/topology.h>
 #include <unistd.h>
@@ -64,23 +63,14 @@ void admit_memory(std::uint64_t bytes) {
                   " of memory that are free; take a smaller --batch or --sequence, or more --micro-batches");
 }
 
-// What is not given on the command line, a DeepSpeed configuration may say.
-void take_batch(const Options& options, const Config& config, gpt::TrainSettings* settings) {
-  const int ranks = settings->world_size;
-  DeepSpeedFile::Batch file;
-  if (config.deepspeed && !(options.batch && options.micro_batches)) file = config.deepspeed->batch(ranks);
-  if (options.micro_batches && file.sequences && config.deepspeed->train_micro_batch_size_per_gpu)
-    file.sequences = *config.deepspeed->train_micro_batch_size_per_gpu * *options.micro_batches * ranks;
-  settings->micro_batches = options.micro_batches.value_or(file.micro_batches.value_or(1));
-  settings->batch = options.batch.value_or(file.sequences.value_or(4 * settings->micro_batches * ranks));
-}
-
 gpt::TrainSettings settings_of(const Options& options, const Config& config, Communicator& ranks) {
   gpt::TrainSettings settings;
   settings.world_size = ranks.world_size();
   settings.rank = ranks.rank();
   settings.threads = threads_of_maths(ranks);
-  take_batch(options, config, &settings);
+  const BatchSizes sizes = batch_sizes(config, options.batch, options.micro_batches, settings.world_size);
+  settings.batch = sizes.sequences;
+  settings.micro_batches = sizes.micro_batches;
   settings.sequence = options.sequence;
   settings.order = options.order == "vertical" ? gpt::MicroBatchOrder::vertical : gpt::MicroBatchOrder::horizontal;
   settings.seed = options.seed;

@@ -39,6 +39,18 @@ Config EngineOptions::load() const {
   return config;
 }
 
+BatchSizes batch_sizes(const Config& config, std::optional<std::int64_t> batch,
+                       std::optional<std::int64_t> micro_batches, int ranks) {
+  DeepSpeedFile::Batch file;
+  if (config.deepspeed && !(batch && micro_batches)) file = config.deepspeed->batch(ranks);
+  if (micro_batches && file.sequences && config.deepspeed->train_micro_batch_size_per_gpu)
+    file.sequences = *config.deepspeed->train_micro_batch_size_per_gpu * *micro_batches * ranks;
+  BatchSizes sizes;
+  sizes.micro_batches = micro_batches.value_or(file.micro_batches.value_or(1));
+  sizes.sequences = batch.value_or(file.sequences.value_or(4 * sizes.micro_batches * ranks));
+  return sizes;
+}
+
 CLI::Validator whole_number() {
   return CLI::Validator(
       [](const std::string& text) {

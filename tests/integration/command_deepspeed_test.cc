@@ -114,10 +114,23 @@ TEST_F(DeepSpeedTraining, WhatCannotBeHonouredEndsWithStatusTwo) {
 }
 
 TEST_F(DeepSpeedTraining, ExplainPrintsWhatEachKeyBecame) {
-  const CommandResult result = run_command({"doctor", "--engine", published_, "--explain"});
-  EXPECT_EQ(result.status, 0) << result.error;
-  EXPECT_THAT(result.output, AllOf(HasSubstr("zero_optimization.stage"), HasSubstr("-> zero_stage 3"),
-                                   HasSubstr("-> nvme.queue_depth 8"), HasSubstr("- nothing: host memory is always")));
+  for (const Arguments& command :
+       {Arguments{"doctor"}, {"plan", "--model", source_path("configs/models/gpt-tiny.json")}}) {
+    Arguments all = command;
+    all.insert(all.end(), {"--engine", published_, "--explain"});
+    const CommandResult result = run_command(all);
+    EXPECT_EQ(result.status, 0) << result.error;
+    EXPECT_THAT(result.output,
+                AllOf(HasSubstr("zero_optimization.stage"), HasSubstr("-> zero_stage 3"),
+                      HasSubstr("-> nvme.queue_depth 8"), HasSubstr("- nothing: host memory is always")));
+  }
+}
+
+TEST_F(DeepSpeedTraining, APlanIsOfTheBatchThatTheFileSays) {
+  const Json json = figures(run_command({"plan", "--model", source_path("configs/models/gpt-tiny.json"), "--engine",
+                                         published_, "--json", scratch_.path() + "/out.json"}));
+  EXPECT_EQ(json["batch"], 8);
+  EXPECT_EQ(json["micro_batches"], 2);
 }
 
 TEST_F(DeepSpeedTraining, AnAutoScheduleEndsWithTheRun) {
