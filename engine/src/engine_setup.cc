@@ -3,7 +3,6 @@
 #include <ballast/base/check.h>
 #include <ballast/base/size.h>
 #include <ballast/engine/deepspeed.h>
-#include <ballast/engine/deepspeed.h>
 #include <ballast/kernels/convert.h>
 #include <ballast/offload/device_registry.h>
 #include <unistd.h>
