@@ -63,7 +63,8 @@ TEST_F(Refusals, UsageThatMeansNothing) {
   refused({"train"}, 2, {"--model"});
   refused({"bench"}, 2, {"subcommand"});
   refused({"bench", "nonsense"}, 2, {"nonsense"});
-  refused({"plan"}, 2, {"plan"});
+  refused({"plan"}, 2, {"--model is required"});
+  refused({"tune"}, 2, {"--nvme is required"});
   refused(train({"--stepps", "3"}), 2, {"--stepps"});
   refused(train({"stray"}), 2, {"stray"});
   refused({"bench", "io", "--queue-depth", "0"}, 2, {"--queue-depth"});
