@@ -430,7 +430,6 @@ Report EngineImplementation::report() {
   add(r.host_memory, "fetch slots", plan_.fetch_slots * plan_.fetch_slot_bytes);
   add(r.host_memory, "update slots", plan_.update_slots * plan_.update_slot_bytes);
   add(r.host_memory, "gradient slots", plan_.gradient_slots * plan_.gradient_slot_bytes);
-  add(r.host_memory, "staging for committed steps", plan_.staging_bytes);
   add(r.host_memory, "copies for checkpoints", plan_.copy_slots * plan_.copy_slot_bytes);
   return r;
 }

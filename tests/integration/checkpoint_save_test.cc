@@ -427,27 +427,29 @@ TEST_F(CheckpointSaving, ARankThatCannotWriteItsPartIsToldToAllAndTheyGoOn) {
 }
 
 TEST_F(CheckpointSaving, ItsBuffersAreInTheBudgetAndReported) {
-  LiveRun run(durable_config(path_, Tier::nvme, Timing::just_in_time), model_);
-  run.trainer.step();
-  run.engine.settle();
-  while (!run.engine.report().at_rest) ::usleep(1000);
-  const Report before = run.engine.report();
-  run.engine.save_checkpoint(saved("m", 1));
-  run.engine.finish_checkpoint();
-  const Report after = run.engine.report();
-  const auto named = std::find_if(after.host_memory.begin(), after.host_memory.end(),
-                                  [](const MemoryRange& range) { return range.name == "copies for checkpoints"; });
-  ASSERT_NE(named, after.host_memory.end());
-  EXPECT_GT(named->bytes, 0U);
-  std::uint64_t sum = 0;
-  for (const MemoryRange& range : after.host_memory) sum += range.bytes;
-  EXPECT_LE(sum, after.peak_host_bytes);
-  EXPECT_LE(after.peak_host_bytes, after.budget_host_bytes);
-  EXPECT_EQ(after.peak_host_bytes, before.peak_host_bytes);
-  EXPECT_GE(after.checkpoint_bytes, static_cast<std::uint64_t>(after.parameters) * 12);
-  // Nothing of it is counted as a step's own traffic.
-  const auto read = [](const Report& report) { return report.lanes[static_cast<int>(Lane::nvme_read)].bytes; };
-  EXPECT_EQ(read(after), read(before));
+  for (const Tier tier : {Tier::nvme, Tier::host, Tier::device}) {
+    LiveRun run(durable_config(path_ + "/" + std::string(to_string(tier)), tier, Timing::just_in_time), model_);
+    run.trainer.step();
+    run.engine.settle();
+    while (!run.engine.report().at_rest) ::usleep(1000);
+    const Report before = run.engine.report();
+    run.engine.save_checkpoint(saved("m" + std::string(to_string(tier)), 1));
+    run.engine.finish_checkpoint();
+    const Report after = run.engine.report();
+    const auto named = std::find_if(after.host_memory.begin(), after.host_memory.end(),
+                                    [](const MemoryRange& range) { return range.name == "copies for checkpoints"; });
+    ASSERT_NE(named, after.host_memory.end());
+    EXPECT_GT(named->bytes, 0U);
+    std::uint64_t sum = 0;
+    for (const MemoryRange& range : after.host_memory) sum += range.bytes;
+    EXPECT_LE(sum, after.peak_host_bytes);  // each is named once
+    EXPECT_LE(after.peak_host_bytes, after.budget_host_bytes);
+    EXPECT_EQ(after.peak_host_bytes, before.peak_host_bytes);
+    EXPECT_GE(after.checkpoint_bytes, static_cast<std::uint64_t>(after.parameters) * 12);
+    // Nothing of it is counted as a step's own traffic.
+    const auto read = [](const Report& report) { return report.lanes[static_cast<int>(Lane::nvme_read)].bytes; };
+    EXPECT_EQ(read(after), read(before));
+  }
 }
 
 }  // namespace
